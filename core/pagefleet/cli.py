@@ -1,0 +1,338 @@
+"""The command `pagefleet`: devices, generate, chat, bench. What a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from pagefleet._version import __version__
+
+if TYPE_CHECKING:
+    from pagefleet.llm import LLM
+    from pagefleet.request import RequestOutput, SamplingParams
+
+
+class Commands(TyperGroup):
+    """Prints what a user can cause as one message and exits 1; anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except (ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+            if ctx.params["debug"]:
+                raise
+            typer.echo(f"error: {error or type(error).__name__}", err=True)
+            raise typer.Exit(1) from error
+
+
+# Plain help: drawing it with rich costs as much as all the rest.
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pagefleet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is chosen and why.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Run a language model on any device.
+
+    The device is the best usable one, unless --device or the variable TARGET_DEVICE names a backend.
+
+    Begin with: pagefleet devices, then pagefleet chat MODEL. Each command explains itself with --help.
+    """
+    if verbose:
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("pagefleet").setLevel(logging.INFO)
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local folder, a GGUF file or a hub name.")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", "-d", help="Backend to use, NAME or NAME:INDEX. Default: TARGET_DEVICE, or auto."),
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16: of weights, activations and KV cache.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Any other engine setting, as in --set max_num_seqs=64. Repeatable."
+    ),
+]
+Temperature = Annotated[float | None, typer.Option(help="0: always the most likely token. Default: 1.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability. Default: 1.")]
+TopK = Annotated[int | None, typer.Option(help="Keep this many of the most likely tokens. Default: all.")]
+Seed = Annotated[int | None, typer.Option(help="Makes the draws of a request repeatable.")]
+
+
+@app.command()
+def devices(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+    """List the backends: usable, or why not.
+
+    With their devices, memory, dtypes and what they can do, and every plugin that is not used with its cause.
+    """
+    from pagefleet.config import environment
+    from pagefleet.devices import describe, report
+    from pagefleet.plugins import Plugins
+
+    logging.getLogger("pagefleet").setLevel(logging.ERROR)  # the report says it all
+    surroundings = environment()
+    plugins = Plugins(surroundings.plugins)
+    found = report(plugins, surroundings.target_device)
+    typer.echo(json.dumps(asdict(found), indent=2) if as_json else describe(found))
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="What to complete. None: one a line from stdin.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read prompts from here, one a line.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the best.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Subtracted for tokens already generated.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Subtracted for each time one was.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: discourage what has occurred.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End when this text appears. Repeatable.")] = None,
+    n: Annotated[int, typer.Option("--num-completions", "-n", help="Completions of each prompt.")] = 1,
+    seed: Seed = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text while it is generated.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    settings: Settings = None,
+) -> None:
+    """Complete prompts: given, or from a file or stdin.
+
+    Example: pagefleet generate MODEL "The capital of France is" --temperature 0 --max-tokens 20
+    """
+    if stream and (as_json or n > 1):
+        raise ValueError("--stream prints the text of one completion a prompt: leave out --json and -n")
+    given = prompts or _read_prompts(file)
+    params = _sampling(
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
+        seed=seed,
+    )
+    llm = _load(model, device, dtype, settings)
+    if stream:
+        _print_streams(given, llm.stream(given, params))
+        return
+    for output in llm.generate(given, params, use_tqdm=sys.stderr.isatty()):
+        _print_output(output, as_json, heading=len(given) > 1)
+
+
+@app.command()
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    settings: Settings = None,
+) -> None:
+    """Talk to a model.
+
+    /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
+    """
+    params = _sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    llm = _load(model, device, dtype, settings)
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    for line in _lines_typed("/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."):
+        if line == "/reset":
+            messages = list(start)
+            continue
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            answer = _print_answer(llm.stream(llm.chat_prompts(asked), params))
+        except ValueError as error:  # too long for the model, say: the conversation stays as it was
+            typer.echo(f"error: {error}", err=True)
+        else:
+            messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+@app.command()
+def bench(
+    model: Model,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all there from the start.")] = 32,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, drawn at random.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens generated for each.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    settings: Settings = None,
+) -> None:
+    """Measure throughput and latency.
+
+    All requests are there from the start: time to first token includes the wait for a place in the batch.
+    """
+    from pagefleet.bench import Workload, run, table
+
+    workload = Workload(num_prompts=num_prompts, input_len=input_len, output_len=output_len, seed=seed)
+    result = run(_load(model, device, dtype, settings), workload)
+    if as_json:
+        typer.echo(json.dumps(asdict(workload) | asdict(result)))
+    else:
+        from rich.console import Console
+
+        Console().print(table(workload, result))
+
+
+# -- in ----------------------------------------------------------------------------------------------------
+
+
+def _load(model: str, device: str | None, dtype: str, settings: list[str] | None) -> LLM:
+    fields = dict(_setting(text) for text in settings or ())
+    from pagefleet.llm import LLM
+
+    return LLM(model=model, device=device, dtype=dtype, **fields)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """`FIELD=VALUE` with VALUE as JSON has it, or as plain text."""
+    from dataclasses import fields
+
+    from pagefleet.config import EngineConfig
+
+    name, equals, value = text.partition("=")
+    known = [field.name for field in fields(EngineConfig) if field.name not in ("model", "device", "dtype")]
+    if not equals or name not in known:
+        raise ValueError(f"--set {text!r}: must be FIELD=VALUE with FIELD one of {', '.join(known)}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _sampling(**options: Any) -> SamplingParams:
+    from pagefleet.request import SamplingParams
+
+    return SamplingParams(**{name: value for name, value in options.items() if value is not None})
+
+
+def _read_prompts(file: Path | None) -> list[str]:
+    text = file.read_text(encoding="utf-8") if file else "" if sys.stdin.isatty() else sys.stdin.read()
+    prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError("no prompt: give some as arguments, in --file or on stdin, one a line")
+    return prompts
+
+
+def _lines_typed(greeting: str) -> Iterator[str]:
+    """What a person types, until /exit or the end of input; Ctrl-C discards the line."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  (editing and history of the line, by being imported)
+
+        typer.echo(greeting)
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            typer.echo("  (/exit or Ctrl-D leaves)")
+            continue
+        if line == "/exit":
+            return
+        if line:
+            yield line
+
+
+# -- out ---------------------------------------------------------------------------------------------------
+
+
+def _print_output(output: RequestOutput, as_json: bool, heading: bool) -> None:
+    if as_json:
+        completions = [
+            {
+                "text": o.text,
+                "token_ids": list(o.token_ids),
+                "finish_reason": o.finish_reason,
+                "stop_reason": o.stop_reason,
+            }
+            for o in output.outputs
+        ]
+        typer.echo(json.dumps({"prompt": output.prompt, "outputs": completions}, ensure_ascii=False))
+        return
+    for completion in output.outputs:
+        if heading or len(output.outputs) > 1:
+            typer.secho(f"--- {output.prompt}", bold=True)
+        typer.echo(completion.text)
+
+
+def _print_streams(prompts: list[str], outputs: Iterable[RequestOutput]) -> None:
+    """Print the first unfinished prompt's text as it comes; the others, generated beside it, follow in order."""
+    order: list[str] = []
+    texts: dict[str, str] = {}
+    finished: set[str] = set()
+    current, printed = 0, 0
+    for output in outputs:
+        if output.request_id not in texts:
+            order.append(output.request_id)
+        texts[output.request_id] = output.outputs[0].text
+        if output.finished:
+            finished.add(output.request_id)
+        while current < len(order):
+            text = texts[order[current]]
+            typer.echo(text[printed:], nl=False)
+            printed = len(text)
+            if order[current] not in finished:
+                break
+            typer.echo()
+            current, printed = current + 1, 0
+
+
+def _print_answer(outputs: Iterable[RequestOutput]) -> str:
+    """Print an answer while it is generated; Ctrl-C ends it there."""
+    text = ""
+    try:
+        for output in outputs:
+            typer.echo(output.outputs[0].text[len(text) :], nl=False)
+            text = output.outputs[0].text
+    except KeyboardInterrupt:
+        typer.echo(" [stopped]", nl=False)
+    typer.echo()
+    return text

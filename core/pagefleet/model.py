@@ -1,0 +1,73 @@
+"""ModelSpec: a decoder described by numbers and names, so that one runner carries every family.
+
+A family's file in `models/` maps a checkpoint's `config.json` to a `ModelSpec`; a backend reads only the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pagefleet.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One parameter: what the checkpoint calls it, and its shape."""
+
+    checkpoint_name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A pre-norm decoder: per layer, attention and a gated MLP, each with its norm and residual.
+
+    A norm is RMSNorm: x / sqrt(mean(x^2) + norm_eps) * weight. Queries and keys have theirs before RoPE, per head.
+    RoPE pairs dimension i with i + rotary_dim / 2 and leaves those from rotary_dim on; its angles are
+    `rope.table(max_position_embeddings)`. The MLP is down(activation(gate(x)) * up(x)).
+
+    `tensors` names every parameter in the engine's own terms. A matrix is [out, in]. A parameter a family does
+    not have is absent, and the step that would use it is left out:
+
+    - `embed.weight`, `norm.weight`, `head.weight` (absent: the embedding is used, tied)
+    - `layers.{i}.` + `attn_norm.weight`, `q|k|v|o.weight`, `q|k|v|o.bias`, `q_norm.weight`, `k_norm.weight` [head_dim],
+      `mlp_norm.weight`, `gate|up|down.weight`, `gate|up|down.bias`
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int  # positions a backend prepares for; the engine sets its own limit here
+    norm_eps: float
+    rope: RopeSpec
+    activation: str  # "silu" | "gelu_tanh" | "gelu", of the gate
+    attention_scale: float
+    windows: tuple[int | None, ...]  # [num_layers] a token sees this many positions, itself included; None: all
+    tensors: Mapping[str, TensorSpec] = field(repr=False)
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def layer_tensors(self, layer: int) -> Iterator[str]:
+        """Names of one layer's parameters, without the `layers.{i}.` prefix."""
+        prefix = f"layers.{layer}."
+        return (name.removeprefix(prefix) for name in self.tensors if name.startswith(prefix))
+
+    @property
+    def num_parameters(self) -> int:
+        total = 0
+        for tensor in self.tensors.values():
+            count = 1
+            for size in tensor.shape:
+                count *= size
+            total += count
+        return total

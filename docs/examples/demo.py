@@ -1,0 +1,26 @@
+"""Three completions and one chat turn: `python docs/examples/demo.py MODEL` (a GGUF file, a folder or a hub name).
+
+The backend is the best usable one; `TARGET_DEVICE=NAME` names another.
+"""
+
+import sys
+
+from pagefleet import LLM, SamplingParams
+
+
+def main() -> None:
+    prompts = ["Hello, my name is", "The capital of France is", "The future of AI is"]
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=100)
+
+    llm = LLM(model=sys.argv[1])
+    outputs = llm.generate(prompts, sampling_params)
+    for output in outputs:
+        print(f"Prompt: {output.prompt!r}\nGenerated text: {output.outputs[0].text!r}\n")
+
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    (answer,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=60))
+    print(f"User: {messages[0]['content']}\nAssistant: {answer.outputs[0].text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The command line, with a stand-in for the engine: what is read, what is printed, and how errors look."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import pagefleet.llm
+from pagefleet import __version__
+from pagefleet.cli import app
+from pagefleet.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+
+
+class FakeLLM:
+    """Answers every prompt with its text in capitals, a letter at a time."""
+
+    created: list[dict[str, Any]]
+    params: list[SamplingParams]
+
+    def __init__(self, model: str, **options: Any) -> None:
+        if model == "missing":
+            raise FileNotFoundError("missing: no such file")
+        self.created.append({"model": model, **options})
+
+    def generate(self, prompts: list[Any], params: SamplingParams, use_tqdm: bool = True) -> list[RequestOutput]:
+        self.params.append(params)
+        return [self._output(i, prompt, params, None) for i, prompt in enumerate(prompts)]
+
+    def stream(self, prompts: list[str], params: SamplingParams) -> Iterator[RequestOutput]:
+        self.params.append(params)
+        for length in range(max(map(len, prompts)) + 1):
+            for i, prompt in enumerate(prompts):
+                if length <= len(prompt):
+                    if length and prompt[length - 1] == "^":
+                        raise KeyboardInterrupt
+                    yield self._output(i, prompt, params, length)
+
+    def chat_prompts(self, messages: list[dict[str, str]]) -> list[str]:
+        if messages[-1]["content"] == "too long":
+            raise ValueError("the prompt has 9 tokens")
+        return ["|".join(message["content"] for message in messages)]
+
+    def _output(self, i: int, prompt: Any, params: SamplingParams, length: int | None) -> RequestOutput:
+        ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else [1, 2]
+        text = "" if isinstance(prompt, dict) else prompt.upper()[:length]
+        metrics = RequestMetrics(0.0, first_token_time=0.5, last_token_time=1.5, num_generated=3)
+        completions: list[Any] = [
+            SimpleNamespace(index=k, text=text, token_ids=[7, 8, 9], finish_reason="length", stop_reason=None)
+            for k in range(params.n)
+        ]
+        return RequestOutput(str(i), prompt, ids, completions, length in (None, len(prompt)), metrics)
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+    fake = type("LLM", (FakeLLM,), {"created": [], "params": []})
+    monkeypatch.setattr(pagefleet.llm, "LLM", fake)
+    return fake
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": "100", "PAGEFLEET_PLUGINS": ""})
+
+
+def test_the_stand_in_speaks_as_the_engine_does() -> None:
+    for name in ("generate", "stream", "chat_prompts"):
+        assert hasattr(pagefleet.llm.LLM, name)
+    assert {"text", "token_ids", "finish_reason", "stop_reason"} <= set(CompletionOutput.__slots__)
+
+
+# -- help ----------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_how_to_begin() -> None:
+    for result in (run(), run("--help")):
+        for word in ("devices", "generate", "chat", "bench", "--version", "TARGET_DEVICE", "Begin with"):
+            assert word in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("devices", ["usable, or why not", "--json"]),
+        (
+            "generate",
+            ["--temperature", "--device", "--dtype", "--stream", "--json", "--file", "FIELD=VALUE", "Example"],
+        ),
+        ("chat", ["/reset", "/exit", "Ctrl-C", "--system"]),
+        ("bench", ["first token", "--num-prompts", "--input-len", "--output-len", "--seed"]),
+    ],
+)
+def test_each_command_explains_itself(command: str, words: list[str]) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert [word for word in words if word not in result.output] == []
+
+
+def test_version() -> None:
+    assert run("--version").output == f"pagefleet {__version__}\n"
+
+
+# -- devices -------------------------------------------------------------------------------------------------
+
+
+def test_devices_lists_the_built_in_backends() -> None:
+    result = run("devices")
+    assert result.exit_code == 0
+    assert "cpu: usable\n  why " in result.stdout
+    assert result.stdout.endswith("auto: cpu\n")
+
+
+def test_devices_for_machines() -> None:
+    found = json.loads(run("devices", "--json").stdout)
+    (row,) = [row for row in found["backends"] if row["name"] == "cpu"]
+    assert row["usable"]
+    assert row["distribution"] == "pagefleet"
+    assert "float32" in row["traits"]["dtypes"]
+    assert found["chosen"] == "cpu"
+
+
+def test_devices_says_when_the_named_one_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TARGET_DEVICE", "no_such_device")
+    assert run("devices").stdout.endswith("TARGET_DEVICE=no_such_device: no such usable backend\n")
+
+
+# -- generate ------------------------------------------------------------------------------------------------
+
+
+def test_one_prompt_prints_its_text_alone(llm: type[FakeLLM]) -> None:
+    assert run("generate", "m", "hello").output == "HELLO\n"
+    assert llm.created == [{"model": "m", "device": None, "dtype": "auto"}]
+
+
+def test_several_prompts_are_told_apart(llm: type[FakeLLM]) -> None:
+    assert run("generate", "m", "a", "b").output == "--- a\nA\n--- b\nB\n"
+
+
+def test_options_reach_the_engine_and_the_request(llm: type[FakeLLM]) -> None:
+    options = "--device cpu:0 --dtype float32 --set max_num_seqs=4 --set numerics=strict --set pipeline=false"
+    sampling = "--temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --max-tokens 7 --seed 5 --stop x --stop y -n 2"
+    result = run("generate", "m", "a", *options.split(), *sampling.split())
+    assert result.output == "--- a\nA\n--- a\nA\n"
+    expected = {"device": "cpu:0", "dtype": "float32", "max_num_seqs": 4, "numerics": "strict", "pipeline": False}
+    assert llm.created == [{"model": "m"} | expected]
+    assert llm.params == [
+        SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1, max_tokens=7, seed=5, stop=["x", "y"], n=2)
+    ]
+
+
+def test_prompts_come_from_stdin_or_a_file(llm: type[FakeLLM], tmp_path: Any) -> None:
+    assert run("generate", "m", stdin="a\n\nb\n").output == "--- a\nA\n--- b\nB\n"
+    file = tmp_path / "prompts.txt"
+    file.write_text("c\n")
+    assert run("generate", "m", "--file", str(file)).output == "C\n"
+
+
+def test_json_output_is_an_object_a_line(llm: type[FakeLLM]) -> None:
+    lines = run("generate", "m", "a", "b", "--json").output.splitlines()
+    completion = {"text": "A", "token_ids": [7, 8, 9], "finish_reason": "length", "stop_reason": None}
+    assert json.loads(lines[0]) == {"prompt": "a", "outputs": [completion]}
+    assert len(lines) == 2
+
+
+def test_streams_do_not_interleave(llm: type[FakeLLM]) -> None:
+    assert run("generate", "m", "long prompt", "b", "--stream").output == "LONG PROMPT\nB\n"
+
+
+# -- chat ----------------------------------------------------------------------------------------------------
+
+
+def test_chat_remembers_resets_and_leaves(llm: type[FakeLLM]) -> None:
+    result = run("chat", "m", "--system", "s", stdin="one\ntwo\n/reset\nthree\n/exit\nnever\n")
+    assert result.output.splitlines() == ["S|ONE", "S|ONE|S|ONE|TWO", "S|THREE"]
+
+
+def test_an_interrupt_stops_the_answer_not_the_program(llm: type[FakeLLM]) -> None:
+    assert run("chat", "m", stdin="wa^it\n/reset\nok\n").output == "WA [stopped]\nOK\n"
+
+
+def test_a_refused_turn_leaves_the_conversation_as_it_was(llm: type[FakeLLM]) -> None:
+    result = run("chat", "m", stdin="one\ntoo long\ntwo\n")
+    assert result.stderr == "error: the prompt has 9 tokens\n"
+    assert result.stdout.splitlines()[-1] == "ONE|ONE|TWO"
+
+
+# -- bench ---------------------------------------------------------------------------------------------------
+
+
+def test_bench_prints_rates_and_latencies(llm: type[FakeLLM]) -> None:
+    result = run("bench", "m", "--num-prompts", "4", "--input-len", "8", "--output-len", "3")
+    assert "4 requests, 8 tokens in, 3 tokens out" in result.output
+    assert all(word in result.output for word in ("throughput out", "time to first token, median", "500.0", "ms"))
+
+
+def test_bench_for_machines(llm: type[FakeLLM]) -> None:
+    found = json.loads(run("bench", "m", "--num-prompts", "4", "--input-len", "8", "--json").output)
+    assert (found["num_prompts"], found["ttft_median"], found["itl_p99"]) == (4, 0.5, 0.5)
+    assert found["input_throughput"] == pytest.approx(32 / found["duration"])
+
+
+# -- errors --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "missing", "a"], "error: missing: no such file\n"),
+        (["generate", "m", "a", "--temperature", "nan"], "error: temperature must be in [0, 10000], got nan\n"),
+        (
+            ["generate", "m", "a", "--set", "max_seqs=4"],
+            "error: --set 'max_seqs=4': must be FIELD=VALUE with FIELD one of",
+        ),
+        (["generate", "m", "a", "--stream", "--json"], "error: --stream prints the text of one completion a prompt"),
+        (["generate", "m"], "error: no prompt: give some as arguments"),
+    ],
+)
+def test_an_error_is_one_message_and_exit_code_1(llm: type[FakeLLM], arguments: list[str], message: str) -> None:
+    result = run(*arguments, stdin="")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith(message)
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_device_lists_the_known_ones() -> None:
+    result = run("generate", "no-such-model", "a", "--device", "cpx")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: no backend is called 'cpx'; did you mean 'cpu'?\n  cpu: usable: ")
+
+
+def test_debug_keeps_the_traceback(llm: type[FakeLLM]) -> None:
+    result = run("--debug", "generate", "missing", "a")
+    assert isinstance(result.exception, FileNotFoundError)
+
+
+def test_a_mistyped_option_is_explained() -> None:
+    result = run("generate", "m", "--temprature", "1")
+    assert result.exit_code == 2
+    assert "--temperature" in result.stderr

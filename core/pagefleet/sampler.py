@@ -1,0 +1,272 @@
+"""The host sampler, on numpy: what every backend gets by default, and the reference for one of its own.
+
+A draw is a pure function of a row's logits, its parameters, its seed and its position in the sequence. So it does
+not depend on what shares the batch, and a token drawn twice (after a preemption) comes out the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagefleet.request import RowLogprobs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pagefleet.request import LogitsProcessor, SamplingParams
+
+NO_LOGPROBS = -1
+GROUP = 64  # values looked at together, where looking at all one by one would take longer
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How to treat the logits of one step: S rows to draw a token from, then P rows of prompt tokens to score."""
+
+    temperature: NDArray[np.float32]  # [S] 0: greedy
+    top_k: NDArray[np.int32]  # [S] 0: all
+    top_p: NDArray[np.float32]  # [S]
+    min_p: NDArray[np.float32]  # [S]
+    seeds: NDArray[np.uint64]  # [S]
+    positions: NDArray[np.int32]  # [S] of the token to draw
+    num_logprobs: NDArray[np.int32]  # [S] how many of the most likely to report; NO_LOGPROBS: nothing
+    rules: Mapping[int, LogitsRules]  # row -> what its parameters do to its logits; most rows have none
+    prompt_targets: NDArray[np.int32]  # [P] the prompt's next token, to be scored
+    prompt_num_logprobs: NDArray[np.int32]  # [P]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What one step drew."""
+
+    token_ids: NDArray[np.int32]  # [S]
+    logprobs: Mapping[int, RowLogprobs] = field(default_factory=dict)  # row -> its log-probabilities, if asked for
+    prompt_logprobs: Sequence[RowLogprobs] = ()  # [P]
+    errors: Mapping[int, Exception] = field(default_factory=dict)  # row -> why no token could be drawn
+
+
+class Sampler:
+    """Draws tokens from logits on the host."""
+
+    @staticmethod
+    @np.errstate(over="ignore")  # what overflows on its way to a weight of 0 is 0
+    def sample(logits: NDArray[np.float32], batch: SamplingBatch) -> SampledTokens:
+        """Draw from logits [>= S + P, vocab_size], which are left as they are."""
+        num_samples = len(batch.positions)
+        rows = logits[:num_samples]
+        token_ids = rows.argmax(-1).astype(np.int32)
+        uniforms = uniform(batch.seeds, batch.positions)
+        errors: dict[int, Exception] = {}
+        special = (batch.temperature > 0) | np.isin(np.arange(num_samples), list(batch.rules))
+        for i in np.flatnonzero(special | ~np.isfinite(rows[np.arange(num_samples), token_ids])).tolist():
+            try:
+                token_ids[i] = _draw(rows[i], batch, i, float(uniforms[i]))
+            except Exception as error:  # a user's logits processor may raise anything; it concerns this row only
+                errors[i] = error
+        logprobs = {
+            i: row_logprobs(rows[i], int(token_ids[i]), int(batch.num_logprobs[i]))
+            for i in np.flatnonzero(batch.num_logprobs != NO_LOGPROBS).tolist()
+            if i not in errors
+        }
+        prompt_logprobs = [
+            row_logprobs(logits[num_samples + i], target, int(batch.prompt_num_logprobs[i]))
+            for i, target in enumerate(batch.prompt_targets.tolist())
+        ]
+        return SampledTokens(token_ids, logprobs, prompt_logprobs, errors)
+
+
+def _draw(logits: NDArray[np.float32], batch: SamplingBatch, row: int, uniform: float) -> int:
+    """One token from one row's logits [V]: rules, then temperature, min-p, top-k, top-p, as vLLM orders them."""
+    if not np.isfinite(logits.max()):
+        raise ValueError("no token can be sampled: the model's logits are not finite")
+    rules = batch.rules.get(row)
+    if rules is not None:
+        logits = rules.apply(logits.copy(), int(batch.positions[row]))
+    highest = logits.max()
+    if highest == -np.inf:
+        raise ValueError("no token can be sampled: the request's parameters leave none")
+    if batch.temperature[row] > 0:
+        if highest == np.inf:  # what a logits processor makes certain
+            logits = np.where(logits == np.inf, np.float32(0), np.float32(-np.inf))
+        shape = int(batch.top_k[row]), float(batch.top_p[row]), float(batch.min_p[row])
+        token_id = draw(logits, float(batch.temperature[row]), *shape, uniform)
+    else:
+        token_id = int(logits.argmax())
+    if rules is not None:
+        rules.output.append(token_id)
+    return token_id
+
+
+def draw(
+    logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> int:
+    """The token at quantile `uniform` in [0, 1) of the distribution of logits [V] cut to min-p, top-k and top-p.
+
+    The highest logit is finite. Of equally likely tokens at a cut the first ones stay.
+    """
+    kept: NDArray[np.intp] | None = None  # tokens that are left; None: all
+    if 0 < top_k < len(logits):  # before min-p, which cuts the same ranking at a place of its own
+        kept = largest(logits, top_k)
+        logits = logits[kept]
+    weights = np.exp((logits - logits.max()) / np.float32(temperature))
+    if min_p > 0:
+        weights, kept = _cut(weights, kept, np.flatnonzero(weights >= min_p))
+    if top_p < 1:
+        weights, kept = _cut(weights, kept, _nucleus(weights, top_p))
+    index = _quantile(weights, uniform)
+    return index if kept is None else int(kept[index])
+
+
+def _cut(
+    weights: NDArray[np.float32], kept: NDArray[np.intp] | None, chosen: NDArray[np.intp]
+) -> tuple[NDArray[np.float32], NDArray[np.intp]]:
+    return weights[chosen], chosen if kept is None else kept[chosen]
+
+
+def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.intp]:
+    """The most likely, as many as it takes to reach a share of `top_p`; at least one. In index order."""
+    total = float(weights.sum())
+    # all tokens below this weight together are less than the share to be cut: only the others need sorting
+    ranked = np.sort(weights[weights >= (1 - top_p) * total / len(weights)])[::-1]
+    before = np.cumsum(ranked, dtype=np.float64) - ranked
+    count = max(1, int(np.searchsorted(before, top_p * total)))
+    return _first_from(weights, ranked[count - 1], count)
+
+
+def largest(values: NDArray[np.float32], count: int) -> NDArray[np.intp]:
+    """Indices [count] of the largest of values [V], in index order; of equal values the first ones."""
+    num_groups = len(values) // GROUP
+    found = values
+    if count <= num_groups:  # at least `count` values reach what the `count` best groups reach: look at these only
+        best = values[: num_groups * GROUP].reshape(num_groups, GROUP).max(1)
+        found = values[values >= np.partition(best, -count)[-count]]
+    return _first_from(values, np.partition(found, -count)[-count], count)
+
+
+def _first_from(values: NDArray[np.float32], lowest: np.float32, count: int) -> NDArray[np.intp]:
+    """Indices [count] of the values from `lowest` up, without the last of those equal to it if they are too many."""
+    kept = np.flatnonzero(values >= lowest)
+    if len(kept) > count:
+        kept = np.delete(kept, np.flatnonzero(values[kept] == lowest)[count - len(kept) :])
+    return kept
+
+
+def _quantile(weights: NDArray[np.float32], share: float) -> int:
+    """The first index up to which weights [V] make up more than `share` of their sum: group by group, then within."""
+    groups = np.add.reduceat(weights, np.arange(0, len(weights), GROUP))
+    group, rest = _locate(groups, share * float(groups.sum(dtype=np.float64)))
+    return group * GROUP + _locate(weights[group * GROUP : (group + 1) * GROUP], rest)[0]
+
+
+def _locate(weights: NDArray[np.float32], target: float) -> tuple[int, float]:
+    """The first index at which the running sum exceeds `target`, never one of weight 0, and what is left there."""
+    sums = np.cumsum(weights, dtype=np.float64)
+    index = int(np.searchsorted(sums, min(target, np.nextafter(sums[-1], 0)), side="right"))
+    return index, target - (float(sums[index - 1]) if index else 0.0)
+
+
+def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each seed and position: SplitMix64 (Steele, Lea, Flood 2014), `positions` steps on."""
+    with np.errstate(over="ignore"):
+        mixed = _mix(seeds) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return (_mix(mixed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def row_logprobs(logits: NDArray[np.float32], token_id: int, count: int) -> RowLogprobs:
+    """Log-softmax of logits [V] at `token_id` and at the `count` most likely tokens, most likely first."""
+    highest = logits.max()
+    log_total = highest + np.log(np.exp(logits - highest).sum(dtype=np.float64))
+    count = min(count, len(logits))
+    top = largest(logits, count) if count else np.zeros(0, np.intp)
+    token_ids = np.append(token_id, top[np.argsort(-logits[top], kind="stable")]).astype(np.int32)
+    rank = int((logits > logits[token_id]).sum()) + 1
+    return RowLogprobs(token_ids, (logits[token_ids] - log_total).astype(np.float32), rank)
+
+
+class LogitsRules:
+    """What one request's parameters do to its logits before temperature: masks, biases, penalties, processors."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: NDArray[np.int32],
+        stop_ids: Sequence[int],
+        bad_words: Sequence[Sequence[int]],
+    ) -> None:
+        self.params, self.prompt_token_ids = params, prompt_token_ids
+        self.stop_ids, self.bad_words = np.array(stop_ids, np.intp), [list(word) for word in bad_words]
+        self.output: list[int] = []  # tokens drawn so far: the sampler is ahead of the request
+        self.processors = [_with_prompt(processor) for processor in params.logits_processors]
+
+    @staticmethod
+    def needed(params: SamplingParams) -> bool:
+        """Whether the parameters touch the logits at all."""
+        penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        masks = params.allowed_token_ids is not None or params.bad_words or params.min_tokens or params.logit_bias
+        return bool(penalties or masks or params.logits_processors)
+
+    def apply(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float32]:
+        """The logits [V] of the token at `position`, changed in place where possible."""
+        del self.output[position - len(self.prompt_token_ids) :]  # drawn before a preemption, now drawn again
+        params = self.params
+        if params.allowed_token_ids is not None:
+            allowed = logits[list(params.allowed_token_ids)]
+            logits[:] = -np.inf
+            logits[list(params.allowed_token_ids)] = allowed
+        for *prefix, last in self.bad_words:
+            if not prefix or self.output[-len(prefix) :] == prefix:
+                logits[last] = -np.inf
+        if len(self.output) < params.min_tokens:
+            logits[self.stop_ids] = -np.inf
+        for token_id, bias in params.logit_bias.items():
+            logits[token_id] += bias
+        self._penalise(logits)
+        for processor in self.processors:
+            logits = _checked(processor(self.prompt_token_ids.tolist(), list(self.output), logits), logits)
+        return logits
+
+    def _penalise(self, logits: NDArray[np.float32]) -> None:
+        params = self.params
+        if params.repetition_penalty != 1:
+            seen = np.unique(np.append(self.prompt_token_ids, np.array(self.output, np.int32)))
+            penalty = np.float32(params.repetition_penalty)
+            logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        if self.output and (params.frequency_penalty or params.presence_penalty):
+            counts = Counter(self.output)
+            token_ids = np.fromiter(counts, np.intp)
+            times = np.fromiter(counts.values(), np.float32)
+            logits[token_ids] -= np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty)
+
+
+def _with_prompt(processor: LogitsProcessor) -> LogitsProcessor:
+    """The processor in its three-argument form; parameters with a default are its own business."""
+    try:
+        parameters = signature(processor).parameters.values()
+    except ValueError:  # some of those written in C do not tell
+        parameters = signature(lambda output, logits: None).parameters.values()
+    positional = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is Parameter.empty]
+    if len(required) >= 3 or any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
+        return processor
+    return lambda prompt, output, logits: processor(output, logits)
+
+
+def _checked(result: Any, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    changed = np.asarray(result, np.float32)
+    if changed.shape != logits.shape:
+        raise ValueError(f"a logits processor must return logits of shape {logits.shape}, got {changed.shape}")
+    if np.isnan(changed).any():
+        raise ValueError("a logits processor returned NaN")
+    return changed

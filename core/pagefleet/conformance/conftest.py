@@ -1,0 +1,88 @@
+"""Finds the backend under test and gives each test fresh instances of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pagefleet.backend import BackendError
+from pagefleet.config import environment
+from pagefleet.conformance.cases import Case, case_named
+from pagefleet.conformance.driver import Driver
+from pagefleet.conformance.reference import tolerance
+from pagefleet.plugins import Plugins
+
+if TYPE_CHECKING:
+    from pagefleet.backend import Backend, BackendInfo, Traits
+
+    MakeBackend = Callable[[], Backend]
+    MakeDriver = Callable[..., Driver]
+
+TARGET = pytest.StashKey["tuple[BackendInfo, int]"]()
+
+
+def find_target(config: pytest.Config) -> tuple[BackendInfo, int]:
+    """The backend and device index that the command names, found as the engine finds it."""
+    if TARGET not in config.stash:
+        surroundings = environment()
+        name = config.getoption("--target-device") or surroundings.target_device
+        try:
+            config.stash[TARGET] = Plugins(surroundings.plugins).select(name)
+        except BackendError as error:
+            raise pytest.UsageError(str(error)) from error
+    return config.stash[TARGET]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `dtype` or `block_size` runs for each one the backend offers."""
+    if "dtype" in metafunc.fixturenames:
+        metafunc.parametrize("dtype", find_target(metafunc.config)[0].traits.dtypes)
+    if "block_size" in metafunc.fixturenames:
+        sizes = find_target(metafunc.config)[0].traits.block_sizes
+        metafunc.parametrize("block_size", (16, 5, 1) if sizes is None else sizes)
+
+
+@pytest.fixture(scope="session")
+def target(pytestconfig: pytest.Config) -> tuple[BackendInfo, int]:
+    return find_target(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def traits(target: tuple[BackendInfo, int]) -> Traits:
+    return target[0].traits
+
+
+@pytest.fixture
+def make_backend(target: tuple[BackendInfo, int]) -> Iterator[MakeBackend]:
+    """A function that returns a fresh backend; the test's end closes it."""
+    info, index = target
+    made: list[Backend] = []
+
+    def make() -> Backend:
+        made.append(info.load(index))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+@pytest.fixture
+def make_driver(make_backend: MakeBackend, traits: Traits) -> MakeDriver:
+    """A function that returns a driver with a poisoned cache.
+
+    Unless told otherwise it takes the backend's most precise dtype and its smallest block size (4 where any will do),
+    so that faults show and borders are crossed.
+    """
+
+    def make(case: Case | str = "plain", *, dtype: str | None = None, block_size: int | None = None) -> Driver:
+        chosen = case_named(case) if isinstance(case, str) else case
+        dtype = dtype or min(traits.dtypes, key=tolerance)
+        block_size = block_size or min(traits.block_sizes or (4,))
+        driver = Driver(make_backend(), chosen, dtype, block_size, num_blocks=16 + 64 // block_size)
+        driver.poison()
+        return driver
+
+    return make

@@ -6,7 +6,6 @@ not depend on what shares the batch, and a token drawn twice (after a preemption
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
@@ -207,6 +206,9 @@ class LogitsRules:
     ) -> None:
         self.params, self.prompt_token_ids = params, prompt_token_ids
         self.stop_ids, self.bad_words = np.array(stop_ids, np.intp), [list(word) for word in bad_words]
+        self.allowed_ids = np.array(params.allowed_token_ids or (), np.intp)
+        self.biased_ids = np.array(list(params.logit_bias), np.intp)
+        self.biases = np.array(list(params.logit_bias.values()), np.float32)
         self.output: list[int] = []  # tokens drawn so far: the sampler is ahead of the request
         self.processors = [_with_prompt(processor) for processor in params.logits_processors]
 
@@ -222,16 +224,15 @@ class LogitsRules:
         del self.output[position - len(self.prompt_token_ids) :]  # drawn before a preemption, now drawn again
         params = self.params
         if params.allowed_token_ids is not None:
-            allowed = logits[list(params.allowed_token_ids)]
+            allowed = logits[self.allowed_ids]
             logits[:] = -np.inf
-            logits[list(params.allowed_token_ids)] = allowed
+            logits[self.allowed_ids] = allowed
         for *prefix, last in self.bad_words:
             if not prefix or self.output[-len(prefix) :] == prefix:
                 logits[last] = -np.inf
         if len(self.output) < params.min_tokens:
             logits[self.stop_ids] = -np.inf
-        for token_id, bias in params.logit_bias.items():
-            logits[token_id] += bias
+        logits[self.biased_ids] += self.biases
         self._penalise(logits)
         for processor in self.processors:
             logits = _checked(processor(self.prompt_token_ids.tolist(), list(self.output), logits), logits)
@@ -239,15 +240,16 @@ class LogitsRules:
 
     def _penalise(self, logits: NDArray[np.float32]) -> None:
         params = self.params
+        output = np.array(self.output, np.intp)
         if params.repetition_penalty != 1:
-            seen = np.unique(np.append(self.prompt_token_ids, np.array(self.output, np.int32)))
-            penalty = np.float32(params.repetition_penalty)
+            mask = np.zeros(len(logits), np.bool_)
+            mask[self.prompt_token_ids] = mask[output] = True
+            seen, penalty = np.flatnonzero(mask), np.float32(params.repetition_penalty)
             logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
-        if self.output and (params.frequency_penalty or params.presence_penalty):
-            counts = Counter(self.output)
-            token_ids = np.fromiter(counts, np.intp)
-            times = np.fromiter(counts.values(), np.float32)
-            logits[token_ids] -= np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            drawn, times = np.unique(output, return_counts=True)
+            penalties = params.frequency_penalty * times + params.presence_penalty
+            logits[drawn] -= penalties.astype(np.float32)
 
 
 def _with_prompt(processor: LogitsProcessor) -> LogitsProcessor:

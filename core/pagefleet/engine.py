@@ -109,6 +109,11 @@ class Engine:
 
     def _check_fits(self, request: Request) -> None:
         width = request.beam.params.beam_width if request.beam is not None else 1
+        if width > self.scheduler.table.num_rows:
+            raise InvalidRequest(
+                f"request {request.request_id!r} wants {width} sequences at once, max_num_seqs is "
+                f"{self.scheduler.table.num_rows}; lower beam_width or raise max_num_seqs"
+            )
         wanted = width * blocks_for(request.length_limit - 1, self.scheduler.table.block_size)
         if wanted > self.scheduler.pool.num_blocks:
             raise InvalidRequest(

@@ -75,7 +75,7 @@ class Scheduler:
         self.table, self.pool = table, pool
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_caching, self.copies_blocks = prefix_caching, copies_blocks
-        self.ageing, self.clock = ageing, clock
+        self.ageing, self.clock = min(ageing, 1e9), clock  # never is 30 years: 0 times infinity is not a number
         self._waiting: list[tuple[Urgency, Request]] = []  # a heap, most urgent first
         self._urgency: dict[int, Urgency] = {}  # running row -> its key in that heap
         self._running = np.zeros(0, np.int32)  # rows, most urgent first
@@ -171,6 +171,7 @@ class Scheduler:
         copies = [copy for row in rows[shared].tolist() if (copy := self._copy_on_write(row))]
         table.append_blocks(rows, growth, self.pool.allocate(int(growth.sum())))
         table.num_computed[rows] += grants
+        self._register_blocks(rows)
         return rows, grants, copies
 
     def _admit(self, rows: NDArray[np.int32], grants: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -211,7 +212,7 @@ class Scheduler:
             return 0
         row = table.add(request, np.append(hits, pool.allocate(wanted)), computed)
         table.num_computed[row] += grant
-        self._register_blocks(np.array([row]))  # the next to start, in this very step, may share them
+        self._register_blocks(np.array([row]))  # the next to start, in this very step, shares them
         metrics = request.metrics
         if metrics.first_scheduled_time == 0:
             metrics.first_scheduled_time, metrics.num_cached_tokens = self.clock(), computed
@@ -226,7 +227,6 @@ class Scheduler:
         positions, pending = table.num_tokens[sample_rows], table.pending[rows]
         table.pending[sample_rows] = np.arange(len(sample_rows))
         table.num_tokens[sample_rows] += ~table.chosen_outside[sample_rows]
-        self._register_blocks(rows)
         self._num_planned += 1
         pairs = np.array(copies, np.int32).reshape(-1, 2)
         scored = self._scored_prompts(rows, computed)

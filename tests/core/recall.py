@@ -173,7 +173,7 @@ def make_beam_search(
     return root
 
 
-def run_to_end(engine: Engine, max_steps: int = 10_000) -> int:
+def run_to_end(engine: Engine, max_steps: int = 2_000) -> int:
     """Step until no request is left, ending the beam searches that have their answer. Returns the steps taken."""
     for step in range(max_steps):
         for request in list(engine.requests.values()):

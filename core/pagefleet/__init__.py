@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pagefleet.backend import Backend, BackendError, BackendInfo
     from pagefleet.config import EngineConfig
     from pagefleet.llm import LLM
-    from pagefleet.request import BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
+    from pagefleet.request import BeamSearchOutput, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = [
     "LLM",
@@ -25,6 +25,7 @@ __all__ = [
     "Backend",
     "BackendError",
     "BackendInfo",
+    "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
@@ -39,6 +40,7 @@ _HOMES: Mapping[str, str] = {
     "Backend": "backend",
     "BackendError": "backend",
     "BackendInfo": "backend",
+    "BeamSearchOutput": "request",
     "BeamSearchParams": "request",
     "CompletionOutput": "request",
     "EngineConfig": "config",

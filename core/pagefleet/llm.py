@@ -15,10 +15,10 @@ from pagefleet.request import BeamSearchParams, InvalidRequest, RequestOutput, S
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pagefleet.beam import Beam, BeamSearch
+    from pagefleet.beam import BeamSearch
     from pagefleet.outputs import Generation
     from pagefleet.progress import Progress
-    from pagefleet.request import Request
+    from pagefleet.request import BeamSearchOutput, Request
     from pagefleet.text_engine import Prompt
     from pagefleet.tokenizer import Tokenizer
 
@@ -91,8 +91,8 @@ class LLM:
         ids = [tokenizer.apply_chat_template(conversation, **template) for conversation in conversations]
         return [{"prompt": tokenizer.decode(each, False), "prompt_token_ids": each} for each in ids]
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[Beam]]:
-        """The best `beam_width` continuations of each prompt, best first."""
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The best `beam_width` sequences of each prompt, best first."""
         engine, listed = self._engine, _listed(prompts)
         searches: list[tuple[BeamSearch, Request]] = []
         try:
@@ -102,12 +102,12 @@ class LLM:
             while any(search.live for search, _ in searches):
                 engine.step()
         finally:
-            for search, root in searches:
-                engine.end_beam_search(search, root)
+            for _, root in searches:
+                engine.engine.finish(root, "stop")
         for search, _ in searches:
             if search.error is not None:
                 raise search.error
-        return [search.best() for search, _ in searches]
+        return [engine.beam_output(search, root) for search, root in searches]
 
     def explain(self) -> str:
         """What runs where: the device and why, sizes, and which implementation served each op."""

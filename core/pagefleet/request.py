@@ -335,3 +335,22 @@ class RequestOutput:
     @property
     def num_cached_tokens(self) -> int:
         return self.metrics.num_cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One of a beam search's sequences."""
+
+    tokens: list[int]  # the prompt's included; the end-of-sequence token only if asked for
+    text: str  # of all these tokens
+    cum_logprob: float  # of the generated tokens
+    score: float  # what they are ranked by, see `BeamSearchParams`
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """What a beam search found for one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -12,7 +12,14 @@ import numpy as np
 
 from pagefleet.beam import BeamSearch
 from pagefleet.outputs import Completion, Generation
-from pagefleet.request import InvalidRequest, Request, RequestMetrics, SamplingParams
+from pagefleet.request import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    InvalidRequest,
+    Request,
+    RequestMetrics,
+    SamplingParams,
+)
 from pagefleet.sampler import LogitsRules
 
 if TYPE_CHECKING:
@@ -86,7 +93,7 @@ class TextEngine:
             self._owners[completion.request.request_id] = generation, completion
 
     def start_beam_search(self, prompt: Prompt, params: BeamSearchParams) -> tuple[BeamSearch, Request]:
-        """Run a beam search over one prompt; the request is its root."""
+        """Run a beam search over one prompt. The request is its root: `Engine.finish` ends the search."""
         _, token_ids, salt = self._encode(prompt)
         names = count(1)
 
@@ -109,9 +116,19 @@ class TextEngine:
         self.engine.add(root)
         return root.beam, root
 
-    def end_beam_search(self, search: BeamSearch, root: Request) -> None:
-        """Forget a search; what still runs of it ends."""
-        self.engine.finish(root, "stop")
+    def beam_output(self, search: BeamSearch, root: Request) -> BeamSearchOutput:
+        """What a search found."""
+        sequences = []
+        for beam in search.best():
+            ends = beam.finish_reason == "stop" and not search.params.include_stop_str_in_output
+            tokens = root.prompt_token_ids.tolist() + (beam.token_ids[:-1] if ends else beam.token_ids)
+            text = self.tokenizer.decode(tokens)
+            sequences.append(
+                BeamSearchSequence(
+                    tokens, text, beam.cumulative_logprob, beam.score, beam.finish_reason, beam.stop_reason
+                )
+            )
+        return BeamSearchOutput(sequences)
 
     def abort(self, generation: Generation) -> None:
         """End a generation now; what it has so far stays readable."""

@@ -34,7 +34,9 @@ def trace(llm: LLM) -> set[CodeType]:
 
     threading.setprofile_all_threads(watch) if sys.version_info >= (3, 12) else threading.setprofile(watch)
     sys.setprofile(watch)
-    llm.generate(["Hello, my name is", "The capital of France is", "The future of AI is"], SamplingParams(max_tokens=20))
+    llm.generate(
+        ["Hello, my name is", "The capital of France is", "The future of AI is"], SamplingParams(max_tokens=20)
+    )
     sys.setprofile(None)
     threading.setprofile(None)
     return ran

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pagefleet.plugins import Plugins
+
 HERE = Path(__file__).parent
 PLUGINS = HERE.parent / "plugins"
 INSTALLED = {entry_point.name for entry_point in entry_points(group="pagefleet")}
@@ -30,10 +32,13 @@ def run_kit(device: str, *options: str, cwd: Path, path: tuple[Path, ...] = ()) 
 
 def need_plugin(name: str) -> None:
     if name not in INSTALLED:
-        pytest.skip(f"no plugin {name!r} is installed: pip install -e tests/plugins/pagefleet-{name}")
+        pytest.skip(f"no plugin {name!r} is installed: pip install -e tests/plugins/*")
+    report = next(report for report in Plugins().backends() if report.info.name == name)
+    if not report.probe.usable:
+        pytest.skip(f"{name}: {report.probe.evidence}")
 
 
-@pytest.mark.parametrize("device", ["cpu", "numpy", "toy"])
+@pytest.mark.parametrize("device", ["cpu", "numpy", "toy", "accelerator"])
 def test_good_backends_pass(device: str, tmp_path: Path) -> None:
     need_plugin(device)
     result = run_kit(device, cwd=tmp_path)

@@ -57,11 +57,11 @@ def test_beams_are_those_of_transformers(
 ) -> None:
     model = reference(tiny_checkpoint("llama"))
     params = BeamSearchParams(beam_width=width, max_tokens=MAX_TOKENS, ignore_eos=True, length_penalty=0.0)
-    for prompt, beams in zip(PROMPTS, llm.beam_search(PROMPTS, params), strict=True):
-        theirs = expected(model, prompt, width)
-        assert [beam.token_ids for beam in beams] == [tokens for tokens, _ in theirs]
+    for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params), strict=True):
+        theirs, beams = expected(model, prompt, width), output.sequences
+        assert [beam.tokens for beam in beams] == [prompt + tokens for tokens, _ in theirs]
         if width > 1:
-            assert [beam.cumulative_logprob for beam in beams] == pytest.approx([s for _, s in theirs], abs=1e-3)
+            assert [beam.cum_logprob for beam in beams] == pytest.approx([s for _, s in theirs], abs=1e-3)
             assert [beam.score for beam in beams] == pytest.approx([s for _, s in theirs], abs=1e-3)
 
 
@@ -71,9 +71,9 @@ def test_a_length_penalty_does_not_reorder_beams_of_one_length(llm: LLM) -> None
         for penalty in (0.0, 2.0)
     )
     for beams, penalised, prompt in zip(one, other, PROMPTS, strict=True):
-        assert [beam.token_ids for beam in beams] == [beam.token_ids for beam in penalised]
-        scores = [beam.cumulative_logprob / (len(prompt) + 6) ** 2 for beam in penalised]
-        assert [beam.score for beam in penalised] == pytest.approx(scores)
+        assert [beam.tokens for beam in beams.sequences] == [beam.tokens for beam in penalised.sequences]
+        scores = [beam.cum_logprob / (len(prompt) + 6) ** 2 for beam in penalised.sequences]
+        assert [beam.score for beam in penalised.sequences] == pytest.approx(scores)
 
 
 def test_searches_leave_nothing_behind(llm: LLM) -> None:
@@ -86,3 +86,21 @@ def test_text_prompts_are_searched_too(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
     tokens = llm.get_tokenizer().encode("t17 t33")
     assert llm.beam_search("t17 t33", params) == llm.beam_search(tokens, params)
+
+
+def test_the_end_of_a_sequence_is_in_its_tokens_only_if_asked_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(**options: bool) -> list[list[int]]:
+        params = BeamSearchParams(beam_width=4, max_tokens=4, **options)
+        return [sequence.tokens for sequence in llm.beam_search([PROMPTS[0]], params)[0].sequences]
+
+    eos = search(ignore_eos=True)[0][-1]  # a token that does come
+    monkeypatch.setattr(llm._engine, "eos_ids", (eos,))
+    with_end, without = search(include_stop_str_in_output=True), search()
+    assert any(tokens[-1] == eos for tokens in with_end)
+    assert without == [tokens[:-1] if tokens[-1] == eos else tokens for tokens in with_end]
+
+
+def test_a_sequence_has_the_text_of_its_tokens(llm: LLM) -> None:
+    sequence = llm.beam_search("t17 t33", BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True))[0].sequences[0]
+    special = (0, 1, 2)
+    assert sequence.text.split() == [f"t{token_id}" for token_id in sequence.tokens if token_id not in special]

@@ -16,7 +16,7 @@ from torch import Tensor
 from pagefleet.backend import ForwardBatch, KVLayout, ModelSpec
 from pagefleet.torch_runner.backend import TorchBackend
 from pagefleet.torch_runner.ops import ReferenceOps, op
-from pagefleet.torch_runner.plan import BatchPlan, plan_batch
+from pagefleet.torch_runner.plan import BatchPlan, plan_writes
 from pagefleet_toy import TRAITS
 
 
@@ -24,21 +24,17 @@ class ToyBackend(TorchBackend):
     def __init__(self) -> None:
         super().__init__("cpu", ToyOps(), TRAITS)
 
-    def synchronize(self) -> None:
-        """Nothing is ever pending."""
-
 
 @dataclass(frozen=True, slots=True)
 class ToyPlan(BatchPlan):
-    """What the reference needs to write the cache, and the batch itself, to read it."""
+    """Where to write, as for any torch device, and the batch itself, to read by."""
 
     batch: ForwardBatch
 
 
 class ToyOps(ReferenceOps):
     def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
-        shared = plan_batch(batch, model, layout, device)
-        return ToyPlan(shared.written, shared.cache_rows, (), batch)
+        return ToyPlan(*plan_writes(batch, layout, device), batch)
 
     @op
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

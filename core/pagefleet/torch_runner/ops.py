@@ -1,0 +1,191 @@
+"""The operations a decoder is made of, and their plain torch reference.
+
+A device inherits `ReferenceOps` and overrides only what it has something faster for, each method marked `@op` so that
+the ledger knows which implementation served. The reference runs on any torch device, and on a CPU in a fixed order of
+additions per token: a token's result has the same bits whatever else is in the batch. That rests on
+
+- matrix products over a multiple of 8 rows giving each row the same bits (the engine pads tokens, `attention` pads
+  its query rows), and over at most `KEY_TILE` keys, the tiles being added one after another;
+- exp, tanh and erf, which torch computes alike wherever an element lies (silu, gelu and sigmoid it does not).
+
+This module knows tensors and where they are paged; it does not know layers or parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagefleet.backend import ForwardBatch, KVLayout
+from pagefleet.model import ModelSpec
+from pagefleet.torch_runner.plan import KEY_TILE, BatchPlan, Tile, TilePlan, plan_tiles, plan_writes
+
+ROW_MULTIPLE = 8  # query rows of a matrix product are padded to it: fewer take other kernels, with other bits
+
+_Self = TypeVar("_Self", bound="Ops")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def op(
+    implementation: Callable[Concatenate[_Self, _Args], _Result],
+) -> Callable[Concatenate[_Self, _Args], _Result]:
+    """Mark a method as an implementation of the op it is named after: each call is counted in `Ops.ledger`."""
+    name, served_by = implementation.__name__, implementation.__qualname__.partition(".")[0]
+
+    @functools.wraps(implementation)
+    def counted(self: _Self, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        self.ledger[name, served_by] += 1
+        return implementation(self, *args, **kwargs)
+
+    return counted
+
+
+class Ops(ABC):
+    """What a decoder asks of a device.
+
+    T tokens, H query heads, K key heads, D head_dim. A layer's cache is [2 (key, value), num_blocks + 1, K,
+    block_size, D]; its last block is zeros and is never written.
+    """
+
+    def __init__(self) -> None:
+        self.ledger: Counter[tuple[str, str]] = Counter()  # (op, implementation) -> calls
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
+        """Whatever `rope_and_write` and `attention` want to know of a batch, worked out once a step."""
+
+    @abstractmethod
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """Rows of `weight` [vocab_size, hidden] for `tokens` int32 [T]: [T, hidden]."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, in] @ weight [out, in]^T + bias [out]: [T, out]."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, ..., n] / sqrt(mean(x^2) + eps) * weight [..., n], over the last dimension, in float32 inside."""
+
+    @abstractmethod
+    def add_rms_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """s = residual + x (None: 0), each [T, hidden]: (rms_norm(s), s)."""
+
+    @abstractmethod
+    def rope_and_write(self, qk: Tensor, v: Tensor, rotary: Tensor, cache: Tensor, plan: BatchPlan) -> Tensor:
+        """Turn queries and keys, write keys and values to their slots, return the queries [T, H, D].
+
+        qk [T, H + K, D], v [T, K, D]. rotary float32 [T, 2 (cos, sin), rotary_dim] has the signs of "rotate half",
+        x * cos + roll(x, rotary_dim / 2) * sin; dimensions from rotary_dim on stay as they are.
+        """
+
+    @abstractmethod
+    def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
+        """Causal attention of q [T, H, D] over its rows' cached keys, within `window` positions: [T, H * D]."""
+
+    @abstractmethod
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(g) * u of gate_up [T, 2 * n] = [g, u]: [T, n]. Activations are those of `ModelSpec`."""
+
+
+class ReferenceOps(Ops):
+    """Every op in plain torch, for any device and dtype."""
+
+    tile_bytes = 64 << 20  # of keys that attention gathers at a time; no more than a fast cache holds, if there is one
+
+    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
+        tiles = plan_tiles(batch, model, layout, device, self.tile_bytes)
+        return TilePlan(*plan_writes(batch, layout, device), tiles)
+
+    @op
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        return functional.embedding(tokens, weight)
+
+    @op
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+    @op
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], None, eps) * weight
+
+    @op
+    def add_rms_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual = residual if x is None else residual + x
+        return functional.rms_norm(residual, residual.shape[-1:], None, eps) * weight, residual
+
+    @op
+    def rope_and_write(self, qk: Tensor, v: Tensor, rotary: Tensor, cache: Tensor, plan: BatchPlan) -> Tensor:
+        rotary_dim, num_kv_heads = rotary.shape[-1], v.shape[1]
+        cos, sin = rotary[:, None].unbind(2)
+        turning, still = qk[..., :rotary_dim].float(), qk[..., rotary_dim:]
+        turned = (turning * cos).add_(turning.roll(rotary_dim // 2, -1).mul_(sin)).to(qk.dtype)
+        qk = torch.cat([turned, still], -1) if still.shape[-1] else turned
+        for part, new in zip(cache, (qk[:, -num_kv_heads:], v), strict=True):
+            rows = new.index_select(0, plan.written).to(cache.dtype)
+            part.view(-1, v.shape[-1]).index_copy_(0, plan.cache_rows, rows.view(-1, v.shape[-1]))
+        return qk[:, :-num_kv_heads]
+
+    @op
+    def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        for tile in cast("TilePlan", plan).tiles:
+            queries = q.index_select(0, tile.tokens)
+            out.index_copy_(0, tile.tokens, _attend(queries, cache, tile, tile.masks[window], scale).to(q.dtype))
+        return out.flatten(1)
+
+    @op
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.float().chunk(2, -1)
+        match activation:
+            case "silu":
+                denominator = torch.neg(gate).exp_().add_(1)
+                gate = torch.div(gate, denominator, out=denominator)
+            case "gelu":
+                gate = torch.erf(gate * math.sqrt(0.5)).add_(1).mul_(gate).mul_(0.5)
+            case "gelu_tanh":
+                cubic = (gate * gate).mul_(gate).mul_(0.044715).add_(gate)
+                gate = torch.tanh(cubic.mul_(math.sqrt(2 / math.pi))).add_(1).mul_(gate).mul_(0.5)
+            case _:
+                raise ValueError(f"unknown activation {activation!r}; known: silu, gelu, gelu_tanh")
+        return gate.mul_(up).to(gate_up.dtype)
+
+
+def _attend(q: Tensor, cache: Tensor, tile: Tile, mask: Tensor, scale: float) -> Tensor:
+    """softmax(scale * q k^T + mask) v of one tile in float32: q [P * Q, H, D] -> [P * Q, H, D].
+
+    The H / K query heads that share a key head are rows of one product, so keys are not repeated.
+    """
+    num_kv_heads, head_dim = cache.shape[2], cache.shape[4]
+    k, v = (_gather(part, tile).view(tile.num_pieces * num_kv_heads, -1, head_dim) for part in cache)
+    q = (q.float() * scale).view(tile.num_pieces, -1, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
+    by_head = q.transpose(1, 2)  # [P, K, Q, H / K, D]
+    rows = by_head.reshape(len(k), -1, head_dim)
+    num_rows = rows.shape[1]
+    scores = torch.bmm(functional.pad(rows, (0, 0, 0, -num_rows % ROW_MULTIPLE)), k.transpose(1, 2))
+    scores[:, :num_rows].view(*by_head.shape[:-1], -1).add_(mask)
+    out = _weighted_sum(torch.softmax(scores, -1), v)[:, :num_rows]
+    return out.reshape(by_head.shape).transpose(1, 2).reshape(-1, q.shape[2] * q.shape[3], head_dim)
+
+
+def _gather(part: Tensor, tile: Tile) -> Tensor:
+    """The tile's keys (or values) in float32; what a block's former owner left behind (NaN, even) becomes zero."""
+    blocks = part.flatten(0, 1).flatten(1).index_select(0, tile.blocks).float()
+    return blocks.view(-1, part.shape[-1]).index_fill_(0, tile.unwritten, 0)
+
+
+def _weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
+    """weights [B, M, N] @ v [B, N, D], `KEY_TILE` keys at a time."""
+    tiles = list(zip(weights.split(KEY_TILE, -1), v.split(KEY_TILE, 1), strict=True))
+    out = torch.bmm(*tiles[0])
+    for tile in tiles[1:]:
+        out.baddbmm_(*tile)
+    return out

@@ -78,8 +78,8 @@ def describe(found: DevicesReport) -> str:
     for failure in found.failures:
         lines += [
             f"{failure.plugin}: not used",
-            f"  {'why':<9}{failure.cause}",
-            f"  {'from':<9}{failure.distribution}",
+            f"  {'why':<8} {failure.cause}",
+            f"  {'from':<8} {failure.distribution}",
             "",
         ]
     wanted = f"TARGET_DEVICE={found.target_device}" if found.target_device else "auto"
@@ -91,14 +91,14 @@ def _describe_backend(row: BackendRow) -> Iterator[str]:
     traits = dict(row.traits)
     dtypes = ", ".join(traits.pop("dtypes"))
     yield f"{row.name}: {'usable' if row.usable else 'not usable'}"
-    yield f"  {'why':<9}{row.evidence}"
+    yield f"  {'why':<8} {row.evidence}"
     for index, device in enumerate(row.devices):
         memory = f", {device.memory / 2**30:.1f} GiB" if device.memory else ""
         detail = f", {device.detail}" if device.detail else ""
-        yield f"  {f'{row.name}:{index}':<9}{device.name}{memory}{detail}"
-    yield f"  {'dtypes':<9}{dtypes}"
-    yield f"  {'can':<9}{', '.join(_abilities(traits)) or 'run a model'}"
-    yield f"  {'from':<9}{row.distribution}, priority {row.priority}"
+        yield f"  {f'{row.name}:{index}':<8} {device.name}{memory}{detail}"
+    yield f"  {'dtypes':<8} {dtypes}"
+    yield f"  {'can':<8} {', '.join(_abilities(traits)) or 'run a model'}"
+    yield f"  {'from':<8} {row.distribution}, priority {row.priority}"
     yield ""
 
 

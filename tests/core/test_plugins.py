@@ -335,7 +335,8 @@ def test_an_empty_allow_list_leaves_the_built_in_ones(install: Install) -> None:
 def python(code: str, tmp_path: Path, **variables: str) -> str:
     unset = ("TARGET_DEVICE", "PAGEFLEET_PLUGINS")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
-    environment |= {"PYTHONPATH": str(tmp_path)} | variables
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths)} | variables
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pagefleet.backend import Backend, BackendError, BackendInfo
     from pagefleet.config import EngineConfig
     from pagefleet.llm import LLM
-    from pagefleet.request import BeamSearchOutput, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
+    from pagefleet.request import BeamSearchOutput, CompletionOutput, RequestOutput
+    from pagefleet.sampling_params import BeamSearchParams, SamplingParams
 
 __all__ = [
     "LLM",
@@ -41,11 +42,11 @@ _HOMES: Mapping[str, str] = {
     "BackendError": "backend",
     "BackendInfo": "backend",
     "BeamSearchOutput": "request",
-    "BeamSearchParams": "request",
+    "BeamSearchParams": "sampling_params",
     "CompletionOutput": "request",
     "EngineConfig": "config",
     "RequestOutput": "request",
-    "SamplingParams": "request",
+    "SamplingParams": "sampling_params",
 }
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pagefleet.config import EngineConfig
 from pagefleet.loading import load_engine
-from pagefleet.request import InvalidRequest, RequestOutput, SamplingParams
+from pagefleet.request import RequestOutput
+from pagefleet.sampling_params import InvalidRequest, SamplingParams
 
 if TYPE_CHECKING:
     from pagefleet.outputs import Generation

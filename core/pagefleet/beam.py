@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefleet.request import BeamSearchParams, FinishReason, Request, RowLogprobs
+    from pagefleet.request import FinishReason, Request, RowLogprobs
+    from pagefleet.sampling_params import BeamSearchParams
     from pagefleet.scheduler import Scheduler
 
 

@@ -49,7 +49,7 @@ class BenchResult:
 
 def run(llm: LLM, workload: Workload) -> BenchResult:
     """Warm up with one request, then run the workload."""
-    from pagefleet.request import SamplingParams
+    from pagefleet.sampling_params import SamplingParams
 
     prompts = [{"prompt_token_ids": ids} for ids in workload.prompts()]
     params = SamplingParams(temperature=0, max_tokens=workload.output_len, ignore_eos=True, detokenize=False)

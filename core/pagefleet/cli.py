@@ -17,7 +17,8 @@ from pagefleet._version import __version__
 
 if TYPE_CHECKING:
     from pagefleet.llm import LLM
-    from pagefleet.request import RequestOutput, SamplingParams
+    from pagefleet.request import RequestOutput
+    from pagefleet.sampling_params import SamplingParams
 
 
 class Commands(TyperGroup):
@@ -247,7 +248,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _sampling(**options: Any) -> SamplingParams:
-    from pagefleet.request import SamplingParams
+    from pagefleet.sampling_params import SamplingParams
 
     return SamplingParams(**{name: value for name, value in options.items() if value is not None})
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagefleet.batch import build_batch, build_sampling
-from pagefleet.request import InvalidRequest
+from pagefleet.sampling_params import InvalidRequest
 from pagefleet.table import blocks_for
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import numpy as np
 
 from pagefleet.config import EngineConfig
 from pagefleet.loading import load_engine
-from pagefleet.request import BeamSearchParams, InvalidRequest, RequestOutput, SamplingParams
+from pagefleet.request import RequestOutput
+from pagefleet.sampling_params import BeamSearchParams, InvalidRequest, SamplingParams
 
 if TYPE_CHECKING:
     from types import TracebackType

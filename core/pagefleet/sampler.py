@@ -18,7 +18,7 @@ from pagefleet.request import RowLogprobs
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pagefleet.request import LogitsProcessor, SamplingParams
+    from pagefleet.sampling_params import LogitsProcessor, SamplingParams
 
 NO_LOGPROBS = -1
 GROUP = 64  # values looked at together, where looking at all one by one would take longer

@@ -12,22 +12,16 @@ import numpy as np
 
 from pagefleet.beam import BeamSearch
 from pagefleet.outputs import Completion, Generation
-from pagefleet.request import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    InvalidRequest,
-    Request,
-    RequestMetrics,
-    SamplingParams,
-)
+from pagefleet.request import BeamSearchOutput, BeamSearchSequence, Request, RequestMetrics
 from pagefleet.sampler import LogitsRules
+from pagefleet.sampling_params import InvalidRequest, SamplingParams
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pagefleet.engine import Engine
     from pagefleet.model import ModelSpec
-    from pagefleet.request import BeamSearchParams
+    from pagefleet.sampling_params import BeamSearchParams
     from pagefleet.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -14,8 +14,9 @@ import numpy as np
 
 from pagefleet.batch import build_batch, build_sampling
 from pagefleet.blocks import BlockPool
-from pagefleet.request import Request, RequestMetrics, SamplingParams
+from pagefleet.request import Request, RequestMetrics
 from pagefleet.sampler import SampledTokens
+from pagefleet.sampling_params import SamplingParams
 from pagefleet.scheduler import Scheduler
 from pagefleet.table import RunningTable
 

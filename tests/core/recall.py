@@ -17,7 +17,8 @@ from pagefleet.backend import Backend, ForwardBatch, KVLayout, Traits
 from pagefleet.beam import BeamSearch
 from pagefleet.blocks import BlockPool
 from pagefleet.engine import Engine
-from pagefleet.request import BeamSearchParams, Request, RequestMetrics, SamplingParams
+from pagefleet.request import Request, RequestMetrics
+from pagefleet.sampling_params import BeamSearchParams, SamplingParams
 from pagefleet.scheduler import Scheduler
 from pagefleet.table import RunningTable
 

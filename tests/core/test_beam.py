@@ -22,7 +22,8 @@ from recall import (
 from pagefleet.backend import Traits
 from pagefleet.beam import BeamSearch
 from pagefleet.engine import Engine
-from pagefleet.request import BeamSearchParams, InvalidRequest, Request
+from pagefleet.request import Request
+from pagefleet.sampling_params import BeamSearchParams, InvalidRequest
 
 EOS = (5, 11, 50)
 PROMPT = list(range(20, 30))

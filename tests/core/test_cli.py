@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 import pagefleet.llm
 from pagefleet import __version__
 from pagefleet.cli import app
-from pagefleet.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from pagefleet.request import CompletionOutput, RequestMetrics, RequestOutput
+from pagefleet.sampling_params import SamplingParams
 
 
 class FakeLLM:

@@ -24,7 +24,8 @@ from recall import (
 
 from pagefleet.backend import ForwardBatch, Traits
 from pagefleet.engine import Engine
-from pagefleet.request import InvalidRequest, Request
+from pagefleet.request import Request
+from pagefleet.sampling_params import InvalidRequest
 
 PROMPT = list(range(20, 30))
 

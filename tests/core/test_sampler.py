@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pagefleet.request import SamplingParams
 from pagefleet.sampler import (
     NO_LOGPROBS,
     LogitsRules,
@@ -23,6 +22,7 @@ from pagefleet.sampler import (
     row_logprobs,
     uniform,
 )
+from pagefleet.sampling_params import SamplingParams
 
 VOCAB = 50
 Logits = NDArray[np.float32]

@@ -36,7 +36,8 @@ from recall import (
 )
 
 from pagefleet.backend import Traits
-from pagefleet.request import BeamSearchParams, InvalidRequest, Request
+from pagefleet.request import Request
+from pagefleet.sampling_params import BeamSearchParams, InvalidRequest
 
 SHARED = [(7 * i + 3) % VOCAB for i in range(24)]  # what prompts may have in common
 EOS = (5, 11)

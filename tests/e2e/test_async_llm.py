@@ -13,7 +13,7 @@ import pytest
 
 from pagefleet import LLM, AsyncLLM, RequestOutput, SamplingParams
 from pagefleet.async_llm import Mailbox
-from pagefleet.request import InvalidRequest
+from pagefleet.sampling_params import InvalidRequest
 
 SIZES: dict[str, Any] = {"device": "cpu", "num_blocks": 256, "max_model_len": 400, "block_size": 8}
 PROMPT = "t5 t6 t7 t8 t9"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pagefleet import LLM
-from pagefleet.request import BeamSearchParams
+from pagefleet.sampling_params import BeamSearchParams
 
 PROMPTS = [[1, 17, 33, 99, 250, 7], [5], list(range(40, 75))]
 MAX_TOKENS = 12

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagefleet import LLM, CompletionOutput, RequestOutput, SamplingParams
-from pagefleet.request import BeamSearchParams, InvalidRequest
+from pagefleet.sampling_params import BeamSearchParams, InvalidRequest
 
 PROMPT = "Hello my name is Robert and I"
 WORDS = "t5 t6 t7 t8 t9"  # a prompt of the tiny model

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagefleet.request import BeamSearchParams, InvalidRequest, SamplingParams
+from pagefleet.sampling_params import BeamSearchParams, InvalidRequest, SamplingParams
 
 FLOATS = {  # field -> its lowest and highest value, and whether the lowest itself is wrong
     "presence_penalty": (-2, 2, False),

@@ -90,3 +90,26 @@ def test_every_variable_of_the_environment_is_documented() -> None:
     page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
     assert read == {"TARGET_DEVICE", "PAGEFLEET_PLUGINS"}
     assert all(f"`{name}" in page for name in read)
+
+
+def test_the_readme_maps_every_module_of_the_core() -> None:
+    house = (ROOT / "README.md").read_text(encoding="utf-8").split("## The house")[1].split("## ")[0]
+    modules = {path.name for path in CORE.glob("*.py") if not path.name.startswith("_")}
+    folders = {f"{path.name}/" for path in CORE.iterdir() if path.is_dir() and not path.name.startswith("_")}
+    mapped = set(re.findall(r"[a-z_]+\.py", house))
+    assert mapped == modules
+    assert folders <= set(re.findall(r"[a-z_]+/", house))
+
+
+def test_the_readme_follows_a_request_through_functions_that_exist() -> None:
+    path = (ROOT / "README.md").read_text(encoding="utf-8").split("## The path of a request")[1].split("## ")[0]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in CORE.glob("*.py"))
+    methods = re.findall(r"`([A-Z]\w+)\.(\w+)`", path)
+    assert len(methods) >= 8
+    for owner, method in methods:
+        body = re.split(rf"^class {owner}\b.*$", source, maxsplit=1, flags=re.MULTILINE)[1]
+        body = re.split(r"^(?:class |def |@)", body, maxsplit=1, flags=re.MULTILINE)[0]
+        assert f"def {method}(" in body, f"{owner}.{method}"
+    for function in ("build_batch",):
+        assert f"`{function}`" in path
+        assert f"\ndef {function}(" in source

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pagefleet.request import FinishReason, Request, RowLogprobs
+    from pagefleet.request import FinishReason, Request, Sequences
+    from pagefleet.sampler import RowLogprobs
     from pagefleet.sampling_params import BeamSearchParams
-    from pagefleet.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +39,36 @@ class BeamSearch:
         self.error: Exception | None = None
         self._received: dict[str, RowLogprobs] = {}
 
+    @property
+    def width(self) -> int:
+        return self.params.beam_width
+
     def best(self) -> list[Beam]:
         """The finished sequences [<= beam_width], best first."""
-        return sorted(self.finished, key=lambda beam: -beam.score)[: self.params.beam_width]
+        return sorted(self.finished, key=lambda beam: -beam.score)[: self.width]
 
-    def receive(self, scheduler: Scheduler, request: Request, logprobs: RowLogprobs) -> None:
+    def receive(self, sequences: Sequences, request: Request, logprobs: RowLogprobs) -> None:
         """The log-probabilities of a sequence's next token; the last one to come moves the search on."""
         self._received[request.request_id] = logprobs
         if len(self._received) == len(self.live):
             received, self._received = self._received, {}
-            self._advance(scheduler, received)
+            self._advance(sequences, received)
 
-    def fail(self, scheduler: Scheduler, error: Exception) -> None:
+    def fail(self, sequences: Sequences, error: Exception) -> None:
         """One sequence cannot go on, so none does."""
         self.error = error
-        self.end(scheduler, "error")
+        self.end(sequences, "error")
 
-    def end(self, scheduler: Scheduler, reason: FinishReason) -> None:
+    def end(self, sequences: Sequences, reason: FinishReason) -> None:
         """Nothing more is generated; what finished stays readable."""
         live, self.live = self.live, []
         for request in live:
-            scheduler.finish(request, reason)
+            sequences.finish(request, reason)
 
-    def _advance(self, scheduler: Scheduler, received: dict[str, RowLogprobs]) -> None:
+    def _advance(self, sequences: Sequences, received: dict[str, RowLogprobs]) -> None:
         """Complete the continuations that end, go on with the best that do not."""
         for request in self.live:
-            scheduler.sync(request)
+            sequences.sync(request)
         open_ended: list[tuple[float, Request, int]] = []
         for request in self.live:
             logprobs = received[request.request_id]
@@ -75,31 +79,31 @@ class BeamSearch:
                 else:
                     open_ended.append((total, request, token_id))
         open_ended.sort(key=lambda continuation: -continuation[0])
-        chosen = open_ended[: self.params.beam_width]
+        chosen = open_ended[: self.width]
         length, limit = len(self.live[0].token_ids) + 1, self.live[0].length_limit
         if length >= limit:
             for total, request, token_id in chosen:
                 self._complete(request, [*request.output_token_ids, token_id], total, "length")
         if length >= limit or self._settled([total for total, _, _ in chosen], length, limit):
-            self.end(scheduler, "length")
+            self.end(sequences, "length")
         else:
-            self._continue(scheduler, chosen)
+            self._continue(sequences, chosen)
 
-    def _continue(self, scheduler: Scheduler, chosen: list[tuple[float, Request, int]]) -> None:
+    def _continue(self, sequences: Sequences, chosen: list[tuple[float, Request, int]]) -> None:
         """Fork, end and extend sequences: a sequence goes on as its best continuation, the others fork off it."""
         for request in self.live:
             if not any(request is parent for _, parent, _ in chosen):
-                scheduler.finish(request, "stop")  # first of all: the others may want its row and blocks
+                sequences.finish(request, "stop")  # first of all: the others may want its row and blocks
         following: list[tuple[float, Request, int]] = []
         for total, request, token_id in chosen:
             if any(request is taken for _, taken, _ in following):
                 parent, request = request, self._child(request)
-                scheduler.fork(parent, request)  # before any token is appended: it starts where its parent is
+                sequences.fork(parent, request)  # before any token is appended: it starts where its parent is
             following.append((total, request, token_id))
         self.live = [request for _, request, _ in following]
         for total, request, token_id in following:
             request.cumulative_logprob = total
-            scheduler.append(request, token_id)
+            sequences.append(request, token_id)
 
     def _complete(
         self, request: Request, output: list[int], total: float, reason: FinishReason, stop_reason: int | None = None
@@ -109,7 +113,7 @@ class BeamSearch:
 
     def _settled(self, totals: list[float], length: int, limit: int) -> bool:
         """Whether no sequence of `length` tokens can change the answer any more: its sum can only fall."""
-        if len(self.finished) < self.params.beam_width:
+        if len(self.finished) < self.width:
             return False
         if self.params.early_stopping:
             return True

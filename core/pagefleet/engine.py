@@ -108,7 +108,7 @@ class Engine:
         return failed
 
     def _check_fits(self, request: Request) -> None:
-        width = request.beam.params.beam_width if request.beam is not None else 1
+        width = request.beam.width if request.beam is not None else 1
         if width > self.scheduler.table.num_rows:
             raise InvalidRequest(
                 f"request {request.request_id!r} wants {width} sequences at once, max_num_seqs is "

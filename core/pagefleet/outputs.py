@@ -9,7 +9,8 @@ from pagefleet.request import CompletionOutput, Logprob, RequestOutput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagefleet.request import Request, RowLogprobs
+    from pagefleet.request import Request
+    from pagefleet.sampler import RowLogprobs
     from pagefleet.tokenizer import Tokenizer
 
 

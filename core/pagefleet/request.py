@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pagefleet.beam import BeamSearch
-    from pagefleet.sampler import LogitsRules
+    from pagefleet.sampler import LogitsRules, RowLogprobs
     from pagefleet.sampling_params import SamplingParams
-    from pagefleet.scheduler import Scheduler
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PROMPT_LOGPROBS_CHUNK = 128
@@ -45,13 +43,34 @@ class RequestMetrics:
         return (self.last_token_time - self.first_token_time) / max(1, self.num_generated - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Log-probabilities at one position: entry 0 is the token itself, then the most likely ones."""
+class Sequences(Protocol):
+    """What may be done from outside to requests that run: the scheduler."""
 
-    token_ids: NDArray[np.int32]  # [1 + k]
-    logprobs: NDArray[np.float32]  # [1 + k]
-    rank: int  # of the token itself, 1: most likely
+    def fork(self, parent: Request, child: Request) -> bool: ...
+    def append(self, request: Request, token_id: int) -> None: ...
+    def sync(self, request: Request) -> None: ...
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None: ...
+
+
+class Chooser(Protocol):
+    """Who chooses the tokens of the requests that share it, in the sampler's place: a beam search."""
+
+    @property
+    def width(self) -> int:
+        """Requests it may have running at once."""
+        ...
+
+    def receive(self, sequences: Sequences, request: Request, logprobs: RowLogprobs) -> None:
+        """The log-probabilities of a request's next token."""
+        ...
+
+    def fail(self, sequences: Sequences, error: Exception) -> None:
+        """One of its requests cannot go on."""
+        ...
+
+    def end(self, sequences: Sequences, reason: FinishReason) -> None:
+        """None of its requests goes on."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +89,7 @@ class Request:
     family: int = -1  # number given by the scheduler, shared by what was forked off one request
     stream: bool = False  # the caller wants to see it after every token
     rules: LogitsRules | None = None  # what its parameters do to the logits
-    beam: BeamSearch | None = None  # who chooses its tokens, if not the sampler
+    beam: Chooser | None = None  # who chooses its tokens, if not the sampler
     siblings: list[Request] = field(default_factory=list)  # n - 1 requests to fork off once the prompt is done
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[RowLogprobs] = field(default_factory=list)
@@ -95,17 +114,17 @@ class Request:
     def num_logprobs(self) -> int:
         """How many to report of each token; -1: none."""
         if self.beam is not None:
-            return 2 * self.beam.params.beam_width
+            return 2 * self.beam.width
         return _num_logprobs(self.params.logprobs)
 
     @property
     def num_prompt_logprobs(self) -> int:
         return _num_logprobs(self.params.prompt_logprobs)
 
-    def receive(self, scheduler: Scheduler, logprobs: RowLogprobs) -> None:
+    def receive(self, sequences: Sequences, logprobs: RowLogprobs) -> None:
         """The log-probabilities of its next token."""
         if self.beam is not None:
-            self.beam.receive(scheduler, self, logprobs)
+            self.beam.receive(sequences, self, logprobs)
         else:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += float(logprobs.logprobs[0])

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagefleet.request import RowLogprobs
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -38,6 +36,15 @@ class SamplingBatch:
     rules: Mapping[int, LogitsRules]  # row -> what its parameters do to its logits; most rows have none
     prompt_targets: NDArray[np.int32]  # [P] the prompt's next token, to be scored
     prompt_num_logprobs: NDArray[np.int32]  # [P]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities at one position: entry 0 is the token itself, then the most likely ones."""
+
+    token_ids: NDArray[np.int32]  # [1 + k]
+    logprobs: NDArray[np.float32]  # [1 + k]
+    rank: int  # of the token itself, 1: most likely
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,10 +105,11 @@ class TextEngine:
 
         sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=True)
         root = self._request(str(next(self._ids)), token_ids, sampling, 0, [])
-        root.salt, root.beam = salt, BeamSearch(params, self.eos_ids, child)
-        root.beam.live.append(root)
+        search = BeamSearch(params, self.eos_ids, child)
+        root.salt, root.beam = salt, search
+        search.live.append(root)
         self.engine.add(root)
-        return root.beam, root
+        return search, root
 
     def beam_output(self, search: BeamSearch, root: Request) -> BeamSearchOutput:
         """What a search found."""

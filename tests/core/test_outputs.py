@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagefleet.outputs import Completion, Generation, logprob_dict
-from pagefleet.request import Request, RequestMetrics, RequestOutput, RowLogprobs
+from pagefleet.request import Request, RequestMetrics, RequestOutput
+from pagefleet.sampler import RowLogprobs
 from pagefleet.sampling_params import SamplingParams
 
 EOS = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -30,12 +31,14 @@ Deliver = Callable[["RequestOutput | Exception"], None]
 class AsyncLLM:
     """A model on a device, for asyncio. Keyword arguments are the fields of `EngineConfig`.
 
+    It keeps its thread and the model until `close`.
+
     >>> async for output in llm.generate("Hello", SamplingParams(max_tokens=20), request_id="1"):
     ...     print(output.outputs[0].text)
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig(model=str(model), **options)
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        self.config = EngineConfig(model=os.fspath(model), **options)
         self._engine = load_engine(self.config)
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # of `_closed`
@@ -53,8 +56,10 @@ class AsyncLLM:
         Leaving the loop early aborts the request. A slow reader skips intermediate outputs and misses no text, each
         output holding all before it. Raises InvalidRequest.
         """
+        if not isinstance(request_id, str):
+            raise InvalidRequest(f"request_id must be a string, got {request_id!r:.80}")
         loop, mailbox = asyncio.get_running_loop(), Mailbox()
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
 
         def deliver(item: RequestOutput | Exception) -> None:
             with suppress(RuntimeError):  # a closed loop has no readers
@@ -74,6 +79,8 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request; whoever reads it gets what there is, with finish_reason `abort`. Unknown ids are ignored."""
+        if not isinstance(request_id, str):
+            raise InvalidRequest(f"request_id must be a string, got {request_id!r:.80}")
         self._submit(lambda: self._abort(request_id))
 
     def close(self) -> None:
@@ -108,7 +115,7 @@ class AsyncLLM:
                     self._deliver(generation)
             for request_id in list(self._generations):
                 self._abort(request_id)
-        except Exception as error:
+        except BaseException as error:
             logger.exception("the engine broke down")
             self._failure = RuntimeError(
                 f"the engine broke down ({type(error).__name__}: {error}); make a new AsyncLLM"

@@ -12,8 +12,7 @@ from pagefleet.sampler import SamplingBatch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pagefleet.scheduler import StepPlan
-    from pagefleet.table import RunningTable
+    from pagefleet.table import RunningTable, StepPlan
 
 
 def build_batch(plan: StepPlan, table: RunningTable, multiple: int = 1) -> ForwardBatch:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagefleet.llm import LLM
     from pagefleet.request import RequestOutput
 
-NUM_TOKEN_IDS = 256  # prompts are drawn from as many: every vocabulary has them, and a larger one costs the same
+NUM_TOKEN_IDS = 256  # prompts are drawn from at most as many: a larger vocabulary costs the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,11 @@ class Workload:
     output_len: int
     seed: int = 0
 
-    def prompts(self) -> list[list[int]]:
+    def prompts(self, vocab_size: int) -> list[list[int]]:
         """Token ids [num_prompts][input_len]; random, so that no two share a prefix block."""
         rng = np.random.default_rng(self.seed)
-        ids: list[list[int]] = rng.integers(0, NUM_TOKEN_IDS, (self.num_prompts, self.input_len)).tolist()
+        shape = self.num_prompts, self.input_len
+        ids: list[list[int]] = rng.integers(0, min(NUM_TOKEN_IDS, vocab_size), shape).tolist()
         return ids
 
 
@@ -48,15 +49,25 @@ class BenchResult:
 
 
 def run(llm: LLM, workload: Workload) -> BenchResult:
-    """Warm up with one request, then run the workload."""
+    """Warm up with one request, then run the workload. Raises RuntimeError if a request of either fails."""
     from pagefleet.sampling_params import SamplingParams
 
-    prompts = [{"prompt_token_ids": ids} for ids in workload.prompts()]
+    prompts = [{"prompt_token_ids": ids} for ids in workload.prompts(llm.get_tokenizer().vocab_size)]
     params = SamplingParams(temperature=0, max_tokens=workload.output_len, ignore_eos=True, detokenize=False)
-    llm.generate([{"prompt_token_ids": [0, 0]}], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    first = SamplingParams(max_tokens=2, ignore_eos=True)
+    raise_failures(llm.generate([{"prompt_token_ids": [0, 0]}], first, use_tqdm=False))
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    return summarise(outputs, time.perf_counter() - start)
+    duration = time.perf_counter() - start
+    raise_failures(outputs)
+    return summarise(outputs, duration)
+
+
+def raise_failures(outputs: Sequence[RequestOutput]) -> None:
+    """Raise RuntimeError if a request failed."""
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {len(outputs)} requests failed, the first with {errors[0]}")
 
 
 def summarise(outputs: Sequence[RequestOutput], duration: float) -> BenchResult:

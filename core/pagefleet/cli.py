@@ -7,8 +7,9 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -27,7 +28,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):
+        except (typer.Exit, typer.Abort, BrokenPipeError):  # whoever reads the output has seen enough: leave quietly
             raise
         except (ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
             if ctx.params["debug"]:
@@ -153,10 +154,14 @@ def generate(
     )
     llm = _load(model, device, dtype, settings)
     if stream:
-        _print_streams(given, llm.stream(given, params))
-        return
-    for output in llm.generate(given, params, use_tqdm=sys.stderr.isatty()):
-        _print_output(output, as_json, heading=len(given) > 1)
+        outputs = _print_streams(llm.stream(given, params))
+    else:
+        outputs = llm.generate(given, params, use_tqdm=_is_terminal(sys.stderr))
+        for output in outputs:
+            _print_output(output, as_json, heading=len(given) > 1)
+    from pagefleet.bench import raise_failures
+
+    raise_failures(outputs)
 
 
 @app.command()
@@ -176,10 +181,12 @@ def chat(
 
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
     """
+    if sys.stdin is None:
+        raise ValueError("stdin is closed: chat reads from it what you say")
     params = _sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     llm = _load(model, device, dtype, settings)
     start = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
+    messages, failed = list(start), False
     for line in _lines_typed("/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."):
         if line == "/reset":
             messages = list(start)
@@ -187,10 +194,13 @@ def chat(
         asked = [*messages, {"role": "user", "content": line}]
         try:
             answer = _print_answer(llm.stream(llm.chat_prompts(asked), params))
-        except ValueError as error:  # too long for the model, say: the conversation stays as it was
+        except (RuntimeError, ValueError) as error:  # too long for the model, say: the conversation stays as it was
             typer.echo(f"error: {error}", err=True)
+            failed = True
         else:
             messages = [*asked, {"role": "assistant", "content": answer}]
+    if failed and not _is_terminal(sys.stdin):  # a script cannot see what a person has seen
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -232,15 +242,19 @@ def _load(model: str, device: str | None, dtype: str, settings: list[str] | None
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """`FIELD=VALUE` with VALUE as JSON has it, or as plain text."""
+    """`FIELD=VALUE` with VALUE as JSON has it, or as plain text; for a list of names, with commas between them."""
     from dataclasses import fields
 
     from pagefleet.config import EngineConfig
 
     name, equals, value = text.partition("=")
-    known = [field.name for field in fields(EngineConfig) if field.name not in ("model", "device", "dtype")]
+    known = {f.name: str(f.type) for f in fields(EngineConfig) if f.name not in ("model", "device", "dtype")}
     if not equals or name not in known:
         raise ValueError(f"--set {text!r}: must be FIELD=VALUE with FIELD one of {', '.join(known)}")
+    if known[name].startswith("str"):
+        return name, value
+    if known[name].startswith("tuple"):
+        return name, tuple(each.strip() for each in value.split(",") if each.strip())
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -254,7 +268,8 @@ def _sampling(**options: Any) -> SamplingParams:
 
 
 def _read_prompts(file: Path | None) -> list[str]:
-    text = file.read_text(encoding="utf-8") if file else "" if sys.stdin.isatty() else sys.stdin.read()
+    piped = sys.stdin is not None and not sys.stdin.isatty()  # None: closed
+    text = file.read_text(encoding="utf-8") if file else sys.stdin.read() if piped else ""
     prompts = [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise ValueError("no prompt: give some as arguments, in --file or on stdin, one a line")
@@ -263,7 +278,9 @@ def _read_prompts(file: Path | None) -> list[str]:
 
 def _lines_typed(greeting: str) -> Iterator[str]:
     """What a person types, until /exit or the end of input; Ctrl-C discards the line."""
-    interactive = sys.stdin.isatty()
+    interactive = _is_terminal(sys.stdin)
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as a prompt, not here
     if interactive:
         import readline  # noqa: F401  (editing and history of the line, by being imported)
 
@@ -282,6 +299,11 @@ def _lines_typed(greeting: str) -> Iterator[str]:
             yield line
 
 
+def _is_terminal(file: TextIO | None) -> bool:
+    """None: closed before Python started."""
+    return file is not None and file.isatty()
+
+
 # -- out ---------------------------------------------------------------------------------------------------
 
 
@@ -296,44 +318,52 @@ def _print_output(output: RequestOutput, as_json: bool, heading: bool) -> None:
             }
             for o in output.outputs
         ]
-        typer.echo(json.dumps({"prompt": output.prompt, "outputs": completions}, ensure_ascii=False))
+        found = {"prompt": output.prompt, "outputs": completions, "error": output.error}
+        typer.echo(json.dumps(found, ensure_ascii=False))
         return
     for completion in output.outputs:
         if heading or len(output.outputs) > 1:
             typer.secho(f"--- {output.prompt}", bold=True)
-        typer.echo(completion.text)
+        if completion.text or output.error is None:
+            typer.echo(completion.text)
 
 
-def _print_streams(prompts: list[str], outputs: Iterable[RequestOutput]) -> None:
-    """Print the first unfinished prompt's text as it comes; the others, generated beside it, follow in order."""
+def _print_streams(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+    """Print the first unfinished prompt's text as it comes; the others, generated beside it, follow in order.
+
+    Returns the last output of each.
+    """
+    latest: dict[str, RequestOutput] = {}
     order: list[str] = []
-    texts: dict[str, str] = {}
-    finished: set[str] = set()
     current, printed = 0, 0
-    for output in outputs:
-        if output.request_id not in texts:
-            order.append(output.request_id)
-        texts[output.request_id] = output.outputs[0].text
-        if output.finished:
-            finished.add(output.request_id)
+    for changed in outputs:
+        if changed.request_id not in latest:
+            order.append(changed.request_id)
+        latest[changed.request_id] = changed
         while current < len(order):
-            text = texts[order[current]]
+            output = latest[order[current]]
+            text = output.outputs[0].text
             typer.echo(text[printed:], nl=False)
             printed = len(text)
-            if order[current] not in finished:
+            if not output.finished:
                 break
-            typer.echo()
+            if text or output.error is None:
+                typer.echo()
             current, printed = current + 1, 0
+    return list(latest.values())
 
 
 def _print_answer(outputs: Iterable[RequestOutput]) -> str:
-    """Print an answer while it is generated; Ctrl-C ends it there."""
-    text = ""
+    """Print an answer while it is generated; Ctrl-C ends it there. Raises RuntimeError if the request fails."""
+    text, error = "", None
     try:
         for output in outputs:
             typer.echo(output.outputs[0].text[len(text) :], nl=False)
-            text = output.outputs[0].text
+            text, error = output.outputs[0].text, output.error
     except KeyboardInterrupt:
         typer.echo(" [stopped]", nl=False)
-    typer.echo()
+    if text or error is None:
+        typer.echo()
+    if error is not None:
+        raise RuntimeError(error)
     return text

@@ -45,13 +45,14 @@ class EngineConfig:
     trust_remote_code: bool = False  # run Python code that comes with the checkpoint
     device: str | None = None  # a backend's name, or NAME:INDEX; "auto": the best usable one
     plugins: tuple[str, ...] | None = None  # plugins that may be imported beside the built-in ones; None: all
-    dtype: str = "auto"  # of weights, activations and KV; "auto": the backend's default
+    dtype: str = "auto"  # of weights, activations and KV; "auto": the checkpoint's, or the device's first
     numerics: str = "default"  # "strict": the same tokens whatever shares the batch, or an error
     max_model_len: int | None = None  # prompt and output tokens of a request; None: what the model supports
     block_size: int = 16  # token slots of a KV block
     num_blocks: int | None = None  # of the KV cache; None: as many as fit
     kv_cache_memory_bytes: int | None = None  # instead of num_blocks; None: the backend's budget
     enable_prefix_caching: bool = True
+    max_logprobs: int = 20  # log-probabilities a request may ask for at each token; -1: no limit
     max_num_seqs: int = 256  # requests that run at once
     max_num_batched_tokens: int = 2048  # of one step, prompts are chunked to fit
     priority_ageing: float = 30.0  # seconds of waiting worth one level of priority; inf: priorities never age
@@ -74,8 +75,13 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
         plugins = self.plugins
+        if isinstance(plugins, list):
+            plugins = tuple(plugins)
+            object.__setattr__(self, "plugins", plugins)
         if plugins is not None and not (isinstance(plugins, tuple) and all(isinstance(name, str) for name in plugins)):
-            raise ConfigError(f"plugins is {plugins!r}; it must be a tuple of plugin names, or None for all of them")
+            raise ConfigError(
+                f"plugins is {plugins!r}; it must be a tuple of plugin names (or a list), or None for all of them"
+            )
 
     def _check_choices(self) -> None:
         for name, allowed in (("dtype", DTYPES), ("numerics", NUMERICS)):
@@ -89,10 +95,12 @@ class EngineConfig:
 
     def _check_sizes(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
-            _check_integer(name, getattr(self, name), at_least=1)
-        for name in ("max_model_len", "num_blocks", "kv_cache_memory_bytes"):
+            _check_integer(name, getattr(self, name), at_least=1, below=2**31)
+        for name, below in (("max_model_len", 2**31), ("num_blocks", 2**31), ("kv_cache_memory_bytes", 2**63)):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), at_least=1, way_out="or None to leave it to the engine")
+                way_out = "or None to leave it to the engine"
+                _check_integer(name, getattr(self, name), at_least=1, below=below, way_out=way_out)
+        _check_integer("max_logprobs", self.max_logprobs, at_least=-1, way_out="-1 for no limit")
         _check_integer("seed", self.seed, at_least=0, below=2**63)
         ageing = self.priority_ageing
         if isinstance(ageing, bool) or not isinstance(ageing, int | float) or math.isnan(ageing) or ageing <= 0:

@@ -8,13 +8,17 @@ The engine knows nothing about text.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pagefleet.backend import BackendError
 from pagefleet.batch import build_batch, build_sampling
 from pagefleet.sampling_params import InvalidRequest
 from pagefleet.table import blocks_for
@@ -24,8 +28,12 @@ if TYPE_CHECKING:
 
     from pagefleet.backend import Backend, ForwardBatch, PendingTokens
     from pagefleet.request import FinishReason, Request
-    from pagefleet.sampler import SamplingBatch
-    from pagefleet.scheduler import Scheduler, StepPlan
+    from pagefleet.sampler import SampledTokens, SamplingBatch
+    from pagefleet.scheduler import Scheduler
+    from pagefleet.table import StepPlan
+
+
+logger = logging.getLogger("pagefleet")
 
 
 class Engine:
@@ -45,8 +53,8 @@ class Engine:
             if request_id in self.requests:
                 raise InvalidRequest(f"request id {request_id!r} is in use; choose another")
         self._check_fits(request)
-        self.requests |= family
         self.scheduler.add(request)
+        self.requests |= family
 
     def abort(self, request_id: str) -> None:
         """End a request now; an id that is not there has ended already."""
@@ -67,9 +75,15 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Plan and launch a step, take in the one before. Returns requests that finished or that somebody watches."""
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self._in_flight.append((plan, self._launch(plan)))
+        self._device.check_usable()
+        plan = None
+        if len(self._in_flight) <= self._depth:  # it is not if the waiting for a step was interrupted
+            with self._whole() as failed:
+                plan = self.scheduler.schedule()
+                if plan is not None:
+                    self._in_flight.append((plan, self._launch(plan)))
+            if failed:
+                return failed
         if len(self._in_flight) > self._depth or (plan is None and self._in_flight):
             return self._commit()
         return []
@@ -85,20 +99,49 @@ class Engine:
         return self._device.run(plan.copies, batch, build_sampling(plan, table))
 
     def _commit(self) -> list[Request]:
-        plan, pending = self._in_flight.popleft()
+        plan, pending = self._in_flight[0]
+        failure: Exception | None = None
         try:
-            sampled = pending.result()
+            sampled = pending.result()  # an interrupt ends the waiting and changes nothing
         except Exception as error:  # whatever the device raised, it ends the step's requests and not the engine
-            updated = self._discard(plan, error)
-        else:
-            updated = self.scheduler.commit(plan, sampled)
-        for request in updated:
-            if request.finished:
-                self.requests.pop(request.request_id, None)
-        return updated
+            failure = error
+        updated: list[Request] = []
+        with self._whole() as failed:
+            self._in_flight.popleft()
+            updated = self.scheduler.commit(plan, sampled) if failure is None else self._discard(plan, failure)
+            for request in updated:
+                if request.finished:
+                    self.requests.pop(request.request_id, None)
+        return failed or updated
+
+    @contextmanager
+    def _whole(self) -> Iterator[list[Request]]:
+        """All of the block is done, or the engine starts afresh: a table half written would spoil later requests.
+
+        Yields a list, which has every request afterwards if an exception has ended them all. An interrupt ends them
+        too, and goes on.
+        """
+        failed: list[Request] = []
+        try:
+            yield failed
+        except Exception as error:
+            logger.exception("a step went wrong: all requests end with it")
+            failed += self._start_afresh(error)
+        except BaseException:
+            self._start_afresh(RuntimeError("interrupted amid a step"))
+            raise
+
+    def _start_afresh(self, error: Exception) -> list[Request]:
+        while self._in_flight:
+            with suppress(Exception):
+                self._in_flight.popleft()[1].result()
+        requests, self.requests = list(self.requests.values()), {}
+        self.scheduler.reset(requests, error)
+        return requests
 
     def _discard(self, plan: StepPlan, error: Exception) -> list[Request]:
         """A step failed, and with it those launched after it, which read what it should have written."""
+        logger.error("the device failed: the requests of this step end with it", exc_info=error)
         failed = self.scheduler.discard(plan, error)
         for later, pending in self._in_flight:
             with suppress(Exception):
@@ -133,23 +176,47 @@ class DeviceQueue:
         self._backend = backend
         self._thread = None if backend.traits.asynchronous else ThreadPoolExecutor(1, "pagefleet-device")
         self._previous: PendingTokens | None = None
+        self._process, self._closed = os.getpid(), False
+
+    def check_usable(self) -> None:
+        """Raises BackendError after `close`, and in a forked process, which has the memory but not the thread."""
+        if self._closed:
+            raise BackendError("this engine is closed; make a new one")
+        if os.getpid() != self._process:
+            raise BackendError("this engine belongs to the process it was made in; make one in the forked process")
 
     def run(self, copies: NDArray[np.int32], batch: ForwardBatch, sampling: SamplingBatch) -> PendingTokens:
-        """Launch a step; the result is there when it is asked for."""
+        """Launch a step; the result, or what the device raised, is there when it is asked for."""
         previous = self._previous
         if self._thread is None:
             try:
                 self._previous = self._step(copies, batch, sampling, previous)
-            except Exception as error:  # found at launch; told where the result is asked for, like any other
+            except Exception as error:
                 self._previous = Future()
                 self._previous.set_exception(error)
         else:
-            self._previous = self._thread.submit(lambda: self._step(copies, batch, sampling, previous).result())
+            self._previous = self._thread.submit(self._result, copies, batch, sampling, previous)
         return self._previous
 
     def close(self) -> None:
+        self._closed = True
         if self._thread is not None:
             self._thread.shutdown()
+
+    def _result(
+        self,
+        copies: NDArray[np.int32],
+        batch: ForwardBatch,
+        sampling: SamplingBatch,
+        previous: PendingTokens | None,
+    ) -> SampledTokens:
+        """A step and its result, in the device's thread."""
+        try:
+            return self._step(copies, batch, sampling, previous).result()
+        except Exception:
+            raise
+        except BaseException as error:  # such as SystemExit, which must not end the thread that asks for the result
+            raise BackendError(f"the device raised {type(error).__name__}: {error}") from error
 
     def _step(
         self,

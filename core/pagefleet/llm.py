@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,18 +30,20 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """A model on a device. Keyword arguments are the fields of `EngineConfig`.
 
+    Calls from several threads take turns, step by step; `AsyncLLM` is made for many callers at once.
+
     >>> llm = LLM(model="path/to/model")
     >>> outputs = llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, top_p=0.95, max_tokens=100))
     >>> outputs[0].prompt, outputs[0].outputs[0].text
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig(model=str(model), **options)
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        self.config = EngineConfig(model=os.fspath(model), **options)
         self._engine = load_engine(self.config)
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -59,7 +62,7 @@ class LLM:
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
@@ -76,24 +79,39 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        **template: Any,
+        priority: int | Sequence[int] = 0,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several: lists of `{"role": ..., "content": ...}`.
 
-        Other keyword arguments go to the model's chat template.
+        `chat_template` stands in for the model's own; `chat_template_kwargs` are what that template knows by name.
         """
-        return self.generate(self.chat_prompts(messages, **template), sampling_params, use_tqdm=use_tqdm)
+        template = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        prompts = self.chat_prompts(messages, **template)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def chat_prompts(self, messages: Messages | Sequence[Messages], **template: Any) -> list[Prompt]:
-        """Conversations as prompts, by the model's chat template."""
+        """Conversations as prompts, by the model's chat template, which gets the keyword arguments."""
         one = not messages or isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Messages]", [messages] if one else messages)
         tokenizer = self.get_tokenizer()
         ids = [tokenizer.apply_chat_template(conversation, **template) for conversation in conversations]
         return [{"prompt": tokenizer.decode(each, False), "prompt_token_ids": each} for each in ids]
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The best `beam_width` sequences of each prompt, best first."""
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params must be BeamSearchParams, got {params!r:.80}")
         engine, listed = self._engine, _listed(prompts)
         searches: list[tuple[BeamSearch, Request]] = []
         try:
@@ -104,7 +122,7 @@ class LLM:
                 engine.step()
         finally:
             for _, root in searches:
-                engine.engine.finish(root, "stop")
+                engine.end_beam_search(root)
         for search, _ in searches:
             if search.error is not None:
                 raise search.error
@@ -138,13 +156,15 @@ class LLM:
 
     def _prepare(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
         stream: bool,
     ) -> list[Generation]:
         listed = _listed(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(listed))
+        params = _one_each(
+            "sampling_params", SamplingParams() if sampling_params is None else sampling_params, len(listed)
+        )
         priorities = _one_each("priority", priority, len(listed))
         generations = []
         for i, prompt in enumerate(listed):
@@ -181,11 +201,17 @@ class LLM:
         return Progress(generations, shown=shown)
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
-        return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"prompts must be a prompt or several of them, got {prompts!r:.80}")
+    listed = list(prompts)
+    one = len(listed) > 0 and isinstance(listed[0], int | np.integer)
+    return [cast("Prompt", listed)] if one else cast("list[Prompt]", listed)
 
 
 @contextmanager
@@ -201,7 +227,7 @@ def _naming_prompt(index: int, count: int) -> Iterator[None]:
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
     """One value for all, or a list with one each."""
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
         return [value] * count
     if len(value) != count:
         raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one for all, or one each")

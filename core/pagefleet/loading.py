@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagefleet.backend import BackendError, KVLayout
+from pagefleet.backend import Backend, BackendError, KVLayout
 from pagefleet.blocks import BlockPool
 from pagefleet.config import ConfigError
 from pagefleet.engine import Engine
@@ -18,11 +19,13 @@ from pagefleet.tokenizer import load_tokenizer
 from pagefleet.weights import open_checkpoint
 
 if TYPE_CHECKING:
-    from pagefleet.backend import Backend, Traits
+    from pagefleet.backend import BackendInfo, Traits
     from pagefleet.config import EngineConfig
     from pagefleet.model import ModelSpec
+    from pagefleet.tokenizer import Tokenizer
     from pagefleet.weights import Checkpoint
 
+DEFAULT_MAX_LEN = 1 << 17  # where only the checkpoint asks for more: every position takes memory before its first use
 DEFAULT_KV_BYTES = 1 << 30  # where the backend has no opinion
 logger = logging.getLogger("pagefleet")
 
@@ -30,32 +33,56 @@ logger = logging.getLogger("pagefleet")
 def load_engine(config: EngineConfig) -> TextEngine:
     """Everything `config` asks for, ready to generate.
 
-    Raises BackendError for a device that cannot, CheckpointError for files that do not fit, ConfigError for sizes
-    that do not.
+    Raises BackendError for a device that cannot, CheckpointError and TokenizerError for files that do not fit,
+    ConfigError for sizes that do not. Whatever is raised, the device is given back.
     """
     plugins = Plugins(config.plugins)
     info, index = plugins.select(config.device)
     with open_checkpoint(config.model, revision=config.revision, families=plugins.models()) as checkpoint:
-        spec = _fit_length(checkpoint.spec, config.max_model_len)
-        backend = info.load(index)
-        dtype = _choose_dtype(config, checkpoint, backend.traits, info.name)
-        backend.load(spec, checkpoint, dtype)
-    layout = _size_cache(config, spec, backend, dtype)
+        tokenizer = load_tokenizer(  # before the weights: what is wrong with it shows at once
+            config.tokenizer or checkpoint.path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+        backend = _load_backend(info, index)
+        try:
+            name = info.name if index == 0 else f"{info.name}:{index}"
+            return _start(config, checkpoint, tokenizer, backend, name)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to report
+                backend.close()
+            raise
+
+
+def _load_backend(info: BackendInfo, index: int) -> Backend:
+    backend = info.load(index)
+    if not isinstance(backend, Backend):
+        raise BackendError(
+            f"backend {info.name!r}: its load({index}) returned {backend!r:.80}, which is no pagefleet.backend.Backend; "
+            "that is a fault of its plugin: update it, or choose another device"
+        )
+    return backend
+
+
+def _start(
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend, name: str
+) -> TextEngine:
+    dtype = _choose_dtype(config, checkpoint, backend.traits, name)
+    block = _one_block(config, checkpoint.spec, backend.traits, dtype)
+    spec = _fit_length(config, checkpoint.spec, block)
+    backend.load(spec, checkpoint, dtype)
+    checkpoint.close()
+    layout = _size_cache(config, spec, block, backend)
     backend.allocate_kv(layout)
     backend.warm_up()
     max_len = min(spec.max_position_embeddings, layout.num_blocks * layout.block_size)
     facts = {
-        "backend": info.name if index == 0 else f"{info.name}:{index}",
+        "backend": name,
         "model": f"{spec.model_type}, {spec.num_parameters:,} parameters, {config.model}",
         "dtype": dtype,
         "KV cache": f"{layout.num_blocks} blocks of {layout.block_size} tokens, {layout.num_bytes / 2**20:.0f} MiB",
         "max_model_len": str(max_len),
     }
     logger.info("%s", "; ".join(f"{name}: {value}" for name, value in facts.items()))
-    tokenizer = load_tokenizer(
-        config.tokenizer or checkpoint.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    return TextEngine(_build(config, backend, layout, max_len), tokenizer, spec, max_len, config.seed, facts)
+    return TextEngine(_build(config, backend, layout, max_len), tokenizer, spec, config, max_len, facts)
 
 
 def _build(config: EngineConfig, backend: Backend, layout: KVLayout, max_len: int) -> Engine:
@@ -71,12 +98,18 @@ def _build(config: EngineConfig, backend: Backend, layout: KVLayout, max_len: in
     return Engine(backend, scheduler, pipeline=config.pipeline)
 
 
-def _fit_length(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
-    """The spec for an engine of that length: the backend need not prepare for more."""
-    longest = spec.max_position_embeddings
-    if max_model_len is not None and max_model_len > longest:
-        raise ConfigError(f"max_model_len is {max_model_len}; the model has positions for {longest}: lower it")
-    return replace(spec, max_position_embeddings=max_model_len or longest)
+def _fit_length(config: EngineConfig, spec: ModelSpec, block: KVLayout) -> ModelSpec:
+    """The spec for the longest request: as asked for; else as the cache can hold; else as the model says, in bounds."""
+    longest, length = spec.max_position_embeddings, config.max_model_len
+    if length is not None and length > longest:
+        raise ConfigError(f"max_model_len is {length}; the model has positions for {longest}: lower it")
+    num_blocks = _asked_blocks(config, block)
+    if num_blocks is not None:
+        _check_blocks(config, num_blocks, length or longest, block)
+        length = length or min(longest, num_blocks * block.block_size)
+    if length is None and longest > DEFAULT_MAX_LEN:
+        logger.info("max_model_len: %d of the model's %d; set max_model_len for more", DEFAULT_MAX_LEN, longest)
+    return replace(spec, max_position_embeddings=length or min(longest, DEFAULT_MAX_LEN))
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, traits: Traits, name: str) -> str:
@@ -95,20 +128,37 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, traits: Traits, 
     return dtype
 
 
-def _size_cache(config: EngineConfig, spec: ModelSpec, backend: Backend, dtype: str) -> KVLayout:
-    """As many blocks as asked for or as fit, but no more than the running requests can fill."""
-    sizes = backend.traits.block_sizes
+def _one_block(config: EngineConfig, spec: ModelSpec, traits: Traits, dtype: str) -> KVLayout:
+    """The layout of a cache of one block."""
+    sizes = traits.block_sizes
     if sizes is not None and config.block_size not in sizes:
         raise ConfigError(f"block_size is {config.block_size}; this backend pages {', '.join(map(str, sizes))}")
-    layout = KVLayout(spec.num_layers, 1, config.block_size, spec.num_kv_heads, spec.head_dim, dtype)
-    longest = blocks_for(spec.max_position_embeddings, config.block_size)
+    return KVLayout(spec.num_layers, 1, config.block_size, spec.num_kv_heads, spec.head_dim, dtype)
+
+
+def _size_cache(config: EngineConfig, spec: ModelSpec, block: KVLayout, backend: Backend) -> KVLayout:
+    """As many blocks as asked for or as fit, but no more than the running requests can fill."""
     num_blocks = config.num_blocks
     if num_blocks is None:
-        budget = config.kv_cache_memory_bytes or backend.kv_budget() or DEFAULT_KV_BYTES
-        num_blocks = min(budget // layout.num_bytes, longest * config.max_num_seqs)
-    if num_blocks < (1 if config.max_model_len is None else longest):
+        fitting = _asked_blocks(config, block)
+        if fitting is None:
+            fitting = (backend.kv_budget() or DEFAULT_KV_BYTES) // block.num_bytes
+        num_blocks = min(fitting, blocks_for(spec.max_position_embeddings, block.block_size) * config.max_num_seqs)
+    _check_blocks(config, num_blocks, spec.max_position_embeddings, block)
+    return replace(block, num_blocks=num_blocks)
+
+
+def _asked_blocks(config: EngineConfig, block: KVLayout) -> int | None:
+    """Blocks of a cache the user sized; None: it is for the backend to say, once it has the weights."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // block.num_bytes
+    return config.num_blocks
+
+
+def _check_blocks(config: EngineConfig, num_blocks: int, length: int, block: KVLayout) -> None:
+    needed = blocks_for(length, block.block_size)
+    if num_blocks < (1 if config.max_model_len is None else needed):
         raise ConfigError(
-            f"the KV cache has {num_blocks} blocks; one request of max_model_len={spec.max_position_embeddings} needs "
-            f"{longest} of {layout.num_bytes} bytes: raise num_blocks or kv_cache_memory_bytes, or lower max_model_len"
+            f"the KV cache has {num_blocks} blocks; one request of max_model_len={length} needs {needed} of "
+            f"{block.num_bytes} bytes: raise num_blocks or kv_cache_memory_bytes, or lower max_model_len"
         )
-    return replace(layout, num_blocks=num_blocks)

@@ -28,11 +28,12 @@ class ModelSpec:
     """A pre-norm decoder: per layer, attention and a gated MLP, each with its norm and residual.
 
     A norm is RMSNorm: x / sqrt(mean(x^2) + norm_eps) * weight. Queries and keys have theirs before RoPE, per head.
-    RoPE pairs dimension i with i + rotary_dim / 2 and leaves those from rotary_dim on; its angles are
-    `rope.table(max_position_embeddings)`. The MLP is down(activation(gate(x)) * up(x)).
+    RoPE turns the pair of dimensions i and i + rotary_dim / 2 and leaves those from rotary_dim on:
+    `rope.table(max_position_embeddings)` is cos and sin, float32 [positions, rotary_dim / 2], scaled as the model
+    wants them. The MLP is down(activation(gate(x)) * up(x)).
 
-    `tensors` names every parameter in the engine's own terms. A matrix is [out, in]. A parameter a family does
-    not have is absent, and the step that would use it is left out:
+    `tensors` names every parameter in the engine's own terms. A matrix is [out, in]. Biases, q_norm, k_norm and the
+    head are absent where a family has none, and the step that would use them is left out; the others are always there:
 
     - `embed.weight`, `norm.weight`, `head.weight` (absent: the embedding is used, tied)
     - `layers.{i}.` + `attn_norm.weight`, `q|k|v|o.weight`, `q|k|v|o.bias`, `q_norm.weight`, `k_norm.weight` [head_dim],

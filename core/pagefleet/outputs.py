@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagefleet.request import CompletionOutput, Logprob, RequestOutput
@@ -92,7 +93,12 @@ class Completion:
         """Characters at the end of the text that could be the beginning of a stop string, and so not be delivered."""
         if self.stop_string is not None or self.request.params.include_stop_str_in_output:
             return 0
-        sizes = [n for stop in self.request.params.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])]
+        sizes = [
+            size
+            for stop in self.request.params.stop
+            for size in range(1, min(len(stop), len(self.text) + 1))
+            if self.text.endswith(stop[:size])
+        ]
         return max(sizes, default=0)
 
 
@@ -123,7 +129,7 @@ class Generation:
             prompt_token_ids=first.prompt_token_ids.tolist(),
             outputs=[completion.output(i) for i, completion in enumerate(self.completions)],
             finished=self.finished,
-            metrics=first.metrics,
+            metrics=replace(first.metrics),
             prompt_logprobs=self._scored_prompt(),
             error=None if error is None else f"{type(error).__name__}: {error}",
         )

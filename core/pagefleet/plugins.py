@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pluggy
 from packaging.specifiers import SpecifierSet
@@ -133,7 +135,7 @@ class Plugins:
             except KeyboardInterrupt:
                 raise
             except BaseException as cause:  # a plugin may even call sys.exit(): it must not take the engine along
-                names = tuple(str(info.name) for info in infos)
+                names = tuple(info.name for info in infos if _fits(getattr(info, "name", None), str))
                 self.failures[plugin] = Failure(plugin, cause, names)
                 logger.warning("plugin %s is not used: %s", plugin, self.failures[plugin].reason)
 
@@ -144,6 +146,7 @@ class Plugins:
         families = _families(manager)
         backends: dict[str, tuple[Plugin, BackendInfo]] = {}
         for info in infos:
+            check_fields(info)
             self._check_backend(plugin, info, twice=info.name in backends)
             backends[info.name] = plugin, info
         for family in families:
@@ -155,7 +158,7 @@ class Plugins:
 
     def _check_backend(self, plugin: Plugin, info: BackendInfo, twice: bool) -> None:
         name = info.name
-        if not isinstance(name, str) or not name or name == "auto" or ":" in name or name.split() != [name]:
+        if not name or name == "auto" or ":" in name or name.split() != [name]:
             raise PluginError(f"backend name {name!r}: must be a word without colon or spaces, and not 'auto'")
         if twice:
             raise PluginError(f"registers backend {name!r} twice")
@@ -228,10 +231,21 @@ class Plugins:
 def installed() -> list[tuple[Plugin, EntryPoint]]:
     """Entry points of the group, the built-in distribution's first, then by distribution and name."""
     found = [
-        (Plugin(entry_point.name, entry_point.dist.name if entry_point.dist else "?"), entry_point)
-        for entry_point in entry_points(group=GROUP)
+        (Plugin(entry_point.name, _distribution(entry_point)), entry_point) for entry_point in entry_points(group=GROUP)
     ]
     return sorted(found, key=lambda item: (item[0].distribution != BUILT_IN, item[0].distribution, item[0].name))
+
+
+def _distribution(entry_point: EntryPoint) -> str:
+    """The name of the package it is of; one without METADATA has none."""
+    if entry_point.dist is None:
+        return "an unknown package"
+    # a missing name is None, or in later versions of importlib.metadata an error
+    with suppress(Exception):
+        name: str | None = entry_point.dist.name
+        if name:
+            return name
+    return f"a package without METADATA in {entry_point.dist.locate_file('')}"
 
 
 def load_hooks(entry_point: EntryPoint) -> pluggy.PluginManager:
@@ -250,8 +264,8 @@ def _results(manager: pluggy.PluginManager, hook: str, kind: type[T]) -> list[T]
     """What the plugin's implementation of that hook returned, checked."""
     items: list[T] = []
     for result in getattr(manager.hook, hook)():
-        if not isinstance(result, list | tuple) or not all(isinstance(item, kind) for item in result):
-            raise PluginError(f"{hook} returned {result!r}; it must return a list of {kind.__name__}")
+        if not isinstance(result, list | tuple) or not all(type(item) is kind for item in result):
+            raise PluginError(f"{hook} returned {_show(result)}; it must return a list of {kind.__name__}")
         items += result
     return items
 
@@ -265,6 +279,7 @@ def _families(manager: pluggy.PluginManager) -> list[ModelFamily]:
     families = _results(manager, "pagefleet_models", ModelFamily)
     builtin = {family.model_type for family in builtin_families()}
     for family in families:
+        check_fields(family)
         if family.model_type in builtin:
             raise PluginError(f"model {family.model_type!r} is built in; a plugin cannot replace it")
     return families
@@ -274,8 +289,9 @@ def probe(plugin: Plugin, info: BackendInfo) -> BackendReport:
     """Probe a backend; a probe that raises is evidence too."""
     try:
         found = info.probe()
-        if not isinstance(found, Probe):
-            raise PluginError(f"probe returned {found!r}; it must return a Probe")
+        if type(found) is not Probe:
+            raise PluginError(f"probe returned {_show(found)}; it must return a Probe")
+        check_fields(found)
     except KeyboardInterrupt:
         raise
     except BaseException as cause:
@@ -283,17 +299,59 @@ def probe(plugin: Plugin, info: BackendInfo) -> BackendReport:
     return BackendReport(info, plugin, found)
 
 
+def check_fields(item: Any) -> None:
+    """Refuse a dataclass with a field that is not of its annotated type, so that nobody trips over it later."""
+    kind = type(item)
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        value = getattr(item, field.name)
+        if not _fits(value, hints[field.name]):
+            raise PluginError(f"{kind.__name__}.{field.name} is {_show(value)}; it must be {field.type}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is of a field's type: of exactly that, as a subclass may misbehave in any way (True is no int).
+
+    Of a callable it is only known that it is one.
+    """
+    origin, kinds = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return any(_fits(value, kind) for kind in kinds)
+    if origin is tuple:  # tuple[X, ...]
+        return type(value) is tuple and all(_fits(each, kinds[0]) for each in value)
+    if origin is Callable:
+        return callable(value)
+    if type(value) is not hint:
+        return False
+    if is_dataclass(hint):
+        check_fields(value)
+    return not isinstance(value, int) or -(2**63) <= value < 2**63  # beyond, Python may refuse to print it
+
+
 def parse_device(device: str) -> tuple[str, int]:
     """`NAME` or `NAME:INDEX` -> name, index."""
     name, colon, index = device.strip().partition(":")
-    if not name or (colon and (name == "auto" or not (index.isascii() and index.isdecimal()))):
+    if not name or (colon and (name == "auto" or len(index) > 9 or not (index.isascii() and index.isdecimal()))):
         raise BackendError(
-            f"device {device!r}: must be 'auto', a backend's name, or its name and an index as in 'NAME:1'"
+            f"device {_show(device)}: must be 'auto', a backend's name, or its name and an index of at most 9 digits, "
+            "as in 'NAME:1'"
         )
     return name, int(index or 0)
 
 
 def explain(cause: BaseException) -> str:
-    """An exception in one line."""
-    text = " ".join(str(cause).split())
+    """An exception in one line, whatever its own code does."""
+    try:
+        text = " ".join(str(cause).split())
+    except Exception:
+        text = "(its message cannot be shown)"
     return text if isinstance(cause, PluginError) else f"{type(cause).__name__}: {text}".removesuffix(": ")
+
+
+def _show(value: object) -> str:
+    """A value in at most 80 characters, whatever its own code does."""
+    try:
+        text = repr(value)
+    except Exception:
+        return object.__repr__(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

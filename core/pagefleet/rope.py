@@ -22,6 +22,8 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_LARGEST = 1e18  # of a rope's numbers: float32 holds their products
+_MAX_DIM = 1 << 16  # rotary_dim; heads have 64 to 256
 # rope_type -> (keys it needs, keys it also understands)
 _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -50,10 +52,12 @@ class RopeSpec:
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.rotary_dim <= 0 or self.rotary_dim % 2:
-            raise ValueError(f"rotary_dim is {self.rotary_dim}; RoPE turns pairs, so it must be even and positive")
-        if not _is_number(self.theta) or self.theta <= 0:
-            raise ValueError(f"rope_theta is {self.theta!r}; it must be a number above 0")
+        if not 0 < self.rotary_dim <= _MAX_DIM or self.rotary_dim % 2:
+            raise ValueError(
+                f"rotary_dim is {self.rotary_dim}; RoPE turns pairs, so it must be even and positive, up to {_MAX_DIM}"
+            )
+        if not _is_positive(self.theta):
+            raise ValueError(f"rope_theta is {self.theta!r:.80}; it must be a number above 0 and at most {_LARGEST:g}")
         if self.rope_type not in _KEYS:
             raise ValueError(f"unknown rope_type {self.rope_type!r}; known: {', '.join(_KEYS)}")
         required, optional = _KEYS[self.rope_type]
@@ -70,6 +74,14 @@ class RopeSpec:
             raise ValueError(f"high_freq_factor must be above low_freq_factor in {dict(self.scaling)}")
         if self.rope_type == "dynamic" and self.rotary_dim <= 2:
             raise ValueError(f"rope_type 'dynamic' needs a rotary_dim above 2, not {self.rotary_dim}")
+        if self.rope_type == "yarn" and self.theta <= 1:
+            raise ValueError(f"rope_theta is {self.theta!r}; rope_type 'yarn' needs one above 1")
+        original = self.scaling.get("original_max_position_embeddings")
+        if self.rope_type == "longrope" and original is not None and original <= 1:
+            raise ValueError(
+                f"original_max_position_embeddings is {original!r}; rope_type 'longrope' needs one above 1"
+            )
+        self._check_frequencies(2 if original is None else int(original) + 1)
 
     @property
     def rope_type(self) -> str:
@@ -86,6 +98,17 @@ class RopeSpec:
         if self.rope_type == "dynamic":
             return int(self.scaling["factor"] * max_position_embeddings)
         return max_position_embeddings
+
+    def _check_frequencies(self, num_positions: int) -> None:
+        """Raise ValueError unless every angle is finite: each field may be in range, and their quotient not."""
+        lengths = (1, num_positions) if self.rope_type == "longrope" else (1,)  # both of its lists
+        with np.errstate(all="ignore"):
+            inv_freqs = [_FREQUENCIES[self.rope_type](self, length)[0] for length in lengths]
+        if not all((np.abs(inv_freq) <= _LARGEST).all() for inv_freq in inv_freqs):  # false for NaN too
+            raise ValueError(
+                f"rope_theta {self.theta!r} with {dict(self.scaling)!r:.200} gives frequencies above {_LARGEST:g}, or "
+                "none; the config is corrupt"
+            )
 
     def table(self, num_positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """cos and sin of every angle, each float32 [num_positions, rotary_dim // 2], times the attention factor.
@@ -152,7 +175,12 @@ def _first(*values: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a finite number that float32 has room for, and for its product with a position."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value >= 1 / _LARGEST
 
 
 def _check_value(key: str, value: Any, num_pairs: int) -> None:
@@ -161,10 +189,12 @@ def _check_value(key: str, value: Any, num_pairs: int) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"rope {key} is {value!r}; it must be true or false")
     elif key in ("short_factor", "long_factor"):
-        if not isinstance(value, list | tuple) or len(value) != num_pairs or not all(map(_is_number, value)):
-            raise ValueError(f"rope {key} must be a list of rotary_dim / 2 = {num_pairs} numbers, not {value!r:.80}")
-    elif not _is_number(value) or value < 0 or (value == 0 and "mscale" not in key):
-        raise ValueError(f"rope {key} is {value!r}; it must be a number above 0")
+        if not isinstance(value, list | tuple) or len(value) != num_pairs or not all(map(_is_positive, value)):
+            raise ValueError(
+                f"rope {key} must be a list of rotary_dim / 2 = {num_pairs} numbers above 0, not {value!r:.80}"
+            )
+    elif not _is_positive(value) and not ("mscale" in key and _is_number(value) and value == 0):
+        raise ValueError(f"rope {key} is {value!r:.80}; it must be a number above 0 and at most {_LARGEST:g}")
 
 
 # -- inverse frequencies, each [rotary_dim // 2] or [num_positions, rotary_dim // 2], and the attention factor --

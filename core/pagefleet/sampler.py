@@ -6,6 +6,7 @@ not depend on what shares the batch, and a token drawn twice (after a preemption
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
@@ -75,6 +76,8 @@ class Sampler:
                 token_ids[i] = _draw(rows[i], batch, i, float(uniforms[i]))
             except Exception as error:  # a user's logits processor may raise anything; it concerns this row only
                 errors[i] = error
+            except (SystemExit, CancelledError) as error:
+                errors[i] = RuntimeError(f"a logits processor raised {type(error).__name__}: {error}")
         logprobs = {
             i: row_logprobs(rows[i], int(token_ids[i]), int(batch.num_logprobs[i]))
             for i in np.flatnonzero(batch.num_logprobs != NO_LOGPROBS).tolist()

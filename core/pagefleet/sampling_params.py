@@ -16,13 +16,15 @@ LogitsProcessor = Callable[..., Any]
 
 MAX_N = 256
 MAX_LOGPROBS = 1000
+MAX_ENTRIES = 4096  # of a list of strings or stop tokens: each is looked at after every token
+MAX_CHARACTERS = 4096  # of a string in such a list
 
 
 class InvalidRequest(ValueError):
     """A request that cannot be served as written; the message names the field, the value and the limit."""
 
 
-def _check(
+def check_number(
     name: str, value: Any, low: int, high: int | None = None, *, integer: bool = False, open_low: bool = False
 ) -> None:
     """Raise unless `value` is a finite number in [low, high] (in (low, high] if `open_low`); no `high`: no limit."""
@@ -48,7 +50,16 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     """The field as a tuple; None is an empty one."""
     if value is not None and not (_is_list(value) and all(isinstance(text, str) and text for text in value)):
         raise InvalidRequest(f"{name} must be a list of non-empty strings, got {value!r}")
+    _check_size(name, value or ())
+    longest = max(map(len, value or ()), default=0)
+    if longest > MAX_CHARACTERS:
+        raise InvalidRequest(f"{name} must hold strings of at most {MAX_CHARACTERS} characters, got one of {longest}")
     return tuple(value or ())
+
+
+def _check_size(name: str, value: Sequence[Any]) -> None:
+    if len(value) > MAX_ENTRIES:
+        raise InvalidRequest(f"{name} must have at most {MAX_ENTRIES} entries, got {len(value)}")
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -94,15 +105,15 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
-        _check("n", self.n, 1, MAX_N, integer=True)
-        _check("presence_penalty", self.presence_penalty, -2, 2)
-        _check("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check("repetition_penalty", self.repetition_penalty, 0, 10_000, open_low=True)
-        _check("temperature", self.temperature, 0, 10_000)
-        _check("top_p", self.top_p, 0, 1, open_low=True)
-        _check("top_k", self.top_k, -1, 2**31 - 1, integer=True)
-        _check("min_p", self.min_p, 0, 1)
-        _check("min_tokens", self.min_tokens, 0, integer=True)
+        check_number("n", self.n, 1, MAX_N, integer=True)
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_number("repetition_penalty", self.repetition_penalty, 0, 10_000, open_low=True)
+        check_number("temperature", self.temperature, 0, 10_000)
+        check_number("top_p", self.top_p, 0, 1, open_low=True)
+        check_number("top_k", self.top_k, -1, 2**31 - 1, integer=True)
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("min_tokens", self.min_tokens, 0, integer=True)
         for name, low, high in (
             ("max_tokens", 1, None),
             ("seed", -(2**63), 2**64 - 1),
@@ -110,7 +121,7 @@ class SamplingParams:
             ("prompt_logprobs", -1, MAX_LOGPROBS),
         ):
             if getattr(self, name) is not None:
-                _check(name, getattr(self, name), low, high, integer=True)
+                check_number(name, getattr(self, name), low, high, integer=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
         _check_flags(self, "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
@@ -126,13 +137,13 @@ class SamplingParams:
         keys = _token_ids("logit_bias", list(bias or ()))
         values = list((bias or {}).values())
         for token_id, value in zip(keys, values, strict=True):
-            _check(f"logit_bias[{token_id}]", value, -100, 100)
+            check_number(f"logit_bias[{token_id}]", value, -100, 100)
         allowed = None
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise InvalidRequest("allowed_token_ids must not be empty, got []; use None to allow all tokens")
-        fields = {
+        fields: dict[str, Any] = {
             "seed": None if self.seed == -1 else self.seed,
             "stop": _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
@@ -141,6 +152,7 @@ class SamplingParams:
             "bad_words": _strings("bad_words", self.bad_words),
             "logits_processors": tuple(processors or ()),
         }
+        _check_size("stop_token_ids", fields["stop_token_ids"])
         for name, field_value in fields.items():
             object.__setattr__(self, name, field_value)
         if self.stop and not self.detokenize:
@@ -174,7 +186,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _check("beam_width", self.beam_width, 1, MAX_N // 2, integer=True)
-        _check("max_tokens", self.max_tokens, 1, integer=True)
-        _check("length_penalty", self.length_penalty, -10, 10)
+        check_number("beam_width", self.beam_width, 1, MAX_N // 2, integer=True)
+        check_number("max_tokens", self.max_tokens, 1, integer=True)
+        check_number("length_penalty", self.length_penalty, -10, 10)
         _check_flags(self, "ignore_eos", "early_stopping", "include_stop_str_in_output")

@@ -11,14 +11,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pagefleet.blocks import BlockPool, hash_blocks, hash_root
-from pagefleet.table import RunningTable, blocks_for
+from pagefleet.table import RunningTable, StepPlan, blocks_for
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,22 +28,6 @@ if TYPE_CHECKING:
 Urgency = tuple[float, int, int]
 """Lowest first: when it is due, the family it belongs to, its own number. A family comes before all that came later,
 so that the sequences of two beam searches cannot wait for each other's blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: R rows of the running table with the tokens each is given, and the S samples to draw."""
-
-    rows: NDArray[np.int32]  # [R] of the running table
-    num_computed: NDArray[np.int32]  # [R] tokens in the cache before the step
-    num_scheduled: NDArray[np.int32]  # [R] tokens to run
-    pending: NDArray[np.int32]  # [R] which sample of the step before is the row's token that is not known yet
-    copies: NDArray[np.int32]  # [C, 2] blocks to copy before the step: source, destination
-    sample_rows: NDArray[np.int32]  # [S] rows of the running table that draw a token
-    sample_queries: NDArray[np.int32]  # [S] whose last token's logits they draw from: an index into `rows`
-    sample_positions: NDArray[np.int32]  # [S] where in the sequence the drawn token goes
-    sample_epochs: NDArray[np.int64]  # [S] tells whether the row has changed hands meanwhile
-    scored: list[tuple[Request, int, int]]  # whose prompt tokens first..end-1 have the next one scored
 
 
 def split_budget(budget: int, wanted: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -306,6 +289,19 @@ class Scheduler:
         failed = [self.fail(request, error) for request in requests if request is not None]
         self.pool.reset_cache()
         return failed
+
+    def reset(self, requests: list[Request], error: Exception) -> None:
+        """End all `requests`, and be as if new: nothing runs, waits or is cached."""
+        for running in filter(None, self.table.requests):
+            running.row = -1
+        for request in requests:
+            request.error, request.finish_reason, request.siblings = error, "error", []
+        self.table = RunningTable(self.table.num_rows, self.table.max_len, self.table.block_size)
+        self.pool = BlockPool(self.pool.num_blocks)
+        self._waiting, self._urgency, self._running, self._num_planned = [], {}, np.zeros(0, np.int32), 0
+        for request in requests:
+            if request.beam is not None:
+                request.beam.fail(self, error)
 
     def _append_tokens(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> list[Request]:
         table, now = self.table, self.clock()

@@ -1,7 +1,11 @@
-"""RunningTable: the running requests as arrays, one row each, so that a step costs no Python per request."""
+"""RunningTable: the running requests as arrays, one row each, so that a step costs no Python per request.
+
+A StepPlan says what a step does with its rows.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -127,3 +131,19 @@ class RunningTable:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: R rows of the running table with the tokens each is given, and the S samples to draw."""
+
+    rows: NDArray[np.int32]  # [R] of the running table
+    num_computed: NDArray[np.int32]  # [R] tokens in the cache before the step
+    num_scheduled: NDArray[np.int32]  # [R] tokens to run
+    pending: NDArray[np.int32]  # [R] which sample of the step before is the row's token that is not known yet
+    copies: NDArray[np.int32]  # [C, 2] blocks to copy before the step: source, destination
+    sample_rows: NDArray[np.int32]  # [S] rows of the running table that draw a token
+    sample_queries: NDArray[np.int32]  # [S] whose last token's logits they draw from: an index into `rows`
+    sample_positions: NDArray[np.int32]  # [S] where in the sequence the drawn token goes
+    sample_epochs: NDArray[np.int64]  # [S] tells whether the row has changed hands meanwhile
+    scored: list[tuple[Request, int, int]]  # whose prompt tokens first..end-1 have the next one scored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,11 +15,12 @@ from pagefleet.beam import BeamSearch
 from pagefleet.outputs import Completion, Generation
 from pagefleet.request import BeamSearchOutput, BeamSearchSequence, Request, RequestMetrics
 from pagefleet.sampler import LogitsRules
-from pagefleet.sampling_params import InvalidRequest, SamplingParams
+from pagefleet.sampling_params import InvalidRequest, SamplingParams, check_number
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from pagefleet.config import EngineConfig
     from pagefleet.engine import Engine
     from pagefleet.model import ModelSpec
     from pagefleet.sampling_params import BeamSearchParams
@@ -30,22 +32,24 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class TextEngine:
-    """Makes requests of prompts, and text of what they generate. Not thread-safe, like the engine it drives."""
+    """Makes requests of prompts, and text of what they generate. Threads that call it take turns."""
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: Tokenizer,
         spec: ModelSpec,
+        config: EngineConfig,
         max_model_len: int,
-        seed: int,
         facts: Mapping[str, str],
     ) -> None:
         self.engine, self.tokenizer, self.spec = engine, tokenizer, spec
-        self.max_model_len, self.facts = max_model_len, facts
+        self.max_logprobs, self.max_model_len, self.facts = config.max_logprobs, max_model_len, facts
+        self._turn = threading.RLock()
         eos_ids = [*spec.eos_token_ids, tokenizer.eos_token_id]
-        self.eos_ids = tuple(dict.fromkeys(token_id for token_id in eos_ids if token_id is not None))
-        self._seeds = np.random.default_rng(seed)
+        known = [token_id for token_id in eos_ids if token_id is not None and 0 <= token_id < spec.vocab_size]
+        self.eos_ids = tuple(dict.fromkeys(known))
+        self._seeds = np.random.default_rng(config.seed)
         self._ids = count()
         self._owners: dict[str, tuple[Generation, Completion]] = {}
 
@@ -61,16 +65,16 @@ class TextEngine:
         stream: bool = False,
     ) -> Generation:
         """Check a prompt and make its requests, without starting them. Raises InvalidRequest."""
+        self._check(params, request_id, priority)
         text, token_ids, salt = self._encode(prompt)
-        params.check_vocabulary(self.spec.vocab_size)
-        request_id = str(next(self._ids)) if request_id is None else request_id
-        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         bad_words = self._bad_words(params)
+        with self._turn:
+            request_id = str(next(self._ids)) if request_id is None else request_id
+            seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         requests = []
         for i in range(params.n):
-            request = self._request(
-                request_id if i == 0 else f"{request_id}/{i}", token_ids, params, seed + i, bad_words
-            )
+            name = request_id if i == 0 else f"{request_id}/{i}"
+            request = self._request(name, token_ids, params, seed + i, bad_words)
             request.priority, request.salt = priority, salt
             request.stream = stream or bool(params.stop)
             requests.append(request)
@@ -79,12 +83,10 @@ class TextEngine:
 
     def start(self, generation: Generation) -> None:
         """Run what `prepare` made. Raises InvalidRequest if it does not fit the engine."""
-        for request in generation.requests:
-            if request.request_id in self.engine.requests:
-                raise InvalidRequest(f"request id {request.request_id!r} is in use; choose another")
-        self.engine.add(generation.requests[0])
-        for completion in generation.completions:
-            self._owners[completion.request.request_id] = generation, completion
+        with self._turn:
+            self.engine.add(generation.requests[0])
+            for completion in generation.completions:
+                self._owners[completion.request.request_id] = generation, completion
 
     def start_beam_search(self, prompt: Prompt, params: BeamSearchParams) -> tuple[BeamSearch, Request]:
         """Run a beam search over one prompt. The request is its root: `Engine.finish` ends the search."""
@@ -108,8 +110,14 @@ class TextEngine:
         search = BeamSearch(params, self.eos_ids, child)
         root.salt, root.beam = salt, search
         search.live.append(root)
-        self.engine.add(root)
+        with self._turn:
+            self.engine.add(root)
         return search, root
+
+    def end_beam_search(self, root: Request) -> None:
+        """Forget a search; what still runs of it ends."""
+        with self._turn:
+            self.engine.finish(root, "stop")
 
     def beam_output(self, search: BeamSearch, root: Request) -> BeamSearchOutput:
         """What a search found."""
@@ -127,11 +135,12 @@ class TextEngine:
 
     def abort(self, generation: Generation) -> None:
         """End a generation now; what it has so far stays readable."""
-        for completion in generation.completions:
-            request = completion.request
-            self.engine.abort(request.request_id)
-            if self._owners.pop(request.request_id, None) is not None:
-                completion.update()
+        with self._turn:
+            for completion in generation.completions:
+                request = completion.request
+                self.engine.abort(request.request_id)
+                if self._owners.pop(request.request_id, None) is not None:
+                    completion.update()
 
     def explain(self) -> dict[str, str]:
         """What runs where, and which implementation served each op."""
@@ -153,18 +162,34 @@ class TextEngine:
     def step(self) -> list[Generation]:
         """One step of the engine. Returns the generations that have news for their callers."""
         changed: dict[str, Generation] = {}
-        for request in self.engine.step():
-            if request.request_id not in self._owners:
-                continue
-            generation, completion = self._owners[request.request_id]
-            if completion.update():
-                self.engine.finish(request, "stop", completion.stop_string)
-            if request.finished:
-                del self._owners[request.request_id]
-            changed[generation.request_id] = generation
+        with self._turn:
+            for request in self.engine.step():
+                if request.request_id not in self._owners:
+                    continue
+                generation, completion = self._owners[request.request_id]
+                if completion.update():
+                    self.engine.finish(request, "stop", completion.stop_string)
+                if request.finished:
+                    del self._owners[request.request_id]
+                changed[generation.request_id] = generation
         return list(changed.values())
 
     # -- making requests -------------------------------------------------------------------------------
+
+    def _check(self, params: SamplingParams, request_id: str | None, priority: int) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r:.80}")
+        if not isinstance(request_id, str | None):
+            raise InvalidRequest(f"request_id must be a string, got {request_id!r:.80}")
+        check_number("priority", priority, -(2**31), 2**31, integer=True)
+        params.check_vocabulary(self.spec.vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name) or 0
+            if self.max_logprobs != -1 and not 0 <= wanted <= self.max_logprobs:
+                raise InvalidRequest(
+                    f"{name} must be at most max_logprobs={self.max_logprobs}, got {wanted}; raise max_logprobs "
+                    "(-1: no limit, the whole vocabulary at every token)"
+                )
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, NDArray[np.int32], str | None]:
         """The prompt's text (if it has one), token ids [P] and cache salt."""
@@ -181,10 +206,10 @@ class TextEngine:
             ids = prompt
         if ids is None and isinstance(text, str):
             ids = self.tokenizer.encode(text)
-        if not isinstance(ids, Sequence | np.ndarray) or not all(isinstance(i, int | np.integer) for i in ids):
+        if not _are_token_ids(ids) or not isinstance(text, str | None):
             raise InvalidRequest(f"a prompt must be text or a list of token ids, got {repr(prompt)[:80]}")
-        if not isinstance(salt, str | None):
-            raise InvalidRequest(f"cache_salt must be a string, got {salt!r}")
+        if not isinstance(salt, str | None) or not _is_unicode(salt or ""):
+            raise InvalidRequest(f"cache_salt must be a string of valid characters, got {salt!r:.80}")
         if len(ids) == 0:
             raise InvalidRequest("the prompt is empty: it must have at least one token")
         if len(ids) >= self.max_model_len:
@@ -227,3 +252,19 @@ class TextEngine:
                 raise InvalidRequest(f"bad_words must hold words that have tokens, got {word!r}")
             found |= dict.fromkeys(tuple(ids) for ids in spellings if ids)
         return [list(ids) for ids in found]
+
+
+def _are_token_ids(ids: Any) -> bool:
+    if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes | bytearray):
+        return False
+    if isinstance(ids, np.ndarray) and ids.ndim != 1:
+        return False
+    return all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in ids)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True

@@ -9,8 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pagefleet.weights.files import CheckpointError
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no whole character decode to
+_NOT_FAULTS = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
 _CONTEXT = 6  # tokens of the prompt that decide how the first new token is spelled
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be loaded; the message names where from, what is wrong and the way out."""
 
 
 class Tokenizer:
@@ -38,7 +45,11 @@ class Tokenizer:
         return template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens written out in the text are taken as such, as transformers does."""
+        """Token ids of a text. Special tokens written out in the text are taken as such, as transformers does.
+
+        Raises ValueError for a lone surrogate: half of a character, which no encoding has.
+        """
+        _check_text(text)
         ids: list[int] = self.transformers.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -54,15 +65,28 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation. `kwargs` go to transformers: tools, chat_template, enable_thinking, ...
 
-        Raises ValueError if the tokenizer has no chat template and none is given.
+        Raises ValueError if the tokenizer has no chat template and none is given, and if the template refuses the
+        messages.
         """
         if self.chat_template is None and kwargs.get("chat_template") is None:
             raise ValueError(
                 "this tokenizer has no chat template; pass one as chat_template=..., or encode a prompt written out"
             )
-        ids: list[int] = self.transformers.apply_chat_template(
-            list(messages), tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt, **kwargs
-        )
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise ValueError(f"message {message!r:.80} is no mapping; give {{'role': ..., 'content': ...}}")
+            for value in message.values():
+                if isinstance(value, str):
+                    _check_text(value)
+        try:
+            ids: list[int] = self.transformers.apply_chat_template(
+                list(messages), tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt, **kwargs
+            )
+        except Exception as error:  # a template is code, and raises what it likes
+            raise ValueError(
+                f"the chat template fails on these messages: {type(error).__name__}: {error}; change the messages, or "
+                "pass another as chat_template=..."
+            ) from error
         return ids
 
     def stream(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> TokenStream:
@@ -119,9 +143,21 @@ class TokenStream:
 def load_tokenizer(path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a folder, a .gguf file (or a folder with one and nothing else), or a name on the hub.
 
-    `trust_remote_code` lets the folder or hub bring Python code that runs here. Raises ValueError or OSError, from
-    transformers, if there is no tokenizer.
+    `trust_remote_code` lets the folder or hub bring Python code that runs here. Raises TokenizerError (of a .gguf
+    file: CheckpointError) if there is no tokenizer, or none that works.
     """
+    try:
+        return _load(path, revision, trust_remote_code)
+    except (CheckpointError, ImportError, *_NOT_FAULTS):
+        raise
+    except BaseException as error:  # tokenizers panics with a BaseException, transformers raises anything
+        reason = " ".join(str(error).split())
+        raise TokenizerError(
+            f"{path}: its tokenizer cannot be loaded: {type(error).__name__}: {reason}; give another one as tokenizer=..."
+        ) from error
+
+
+def _load(path: str | Path, revision: str | None, trust_remote_code: bool) -> Tokenizer:
     from transformers import AutoTokenizer
 
     local = Path(path).expanduser()
@@ -132,6 +168,15 @@ def load_tokenizer(path: str | Path, *, revision: str | None = None, trust_remot
         return Tokenizer(load_gguf_tokenizer(ggufs[0] if ggufs else local))
     source = str(local) if local.exists() else str(path)
     return Tokenizer(AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code))
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text has a lone surrogate, {text[error.start]!r}, at character {error.start}; decode the input as UTF-8"
+        ) from None
 
 
 def _byte_fallback_ids(tokenizer: Any) -> frozenset[int]:

@@ -13,8 +13,8 @@ from recall import make_request
 from pagefleet.batch import build_batch, build_sampling
 from pagefleet.blocks import BlockPool
 from pagefleet.sampler import SampledTokens
-from pagefleet.scheduler import Scheduler, StepPlan
-from pagefleet.table import RunningTable
+from pagefleet.scheduler import Scheduler
+from pagefleet.table import RunningTable, StepPlan
 
 
 def batch_by_loops(plan: StepPlan, table: RunningTable, multiple: int) -> dict[str, list[Any]]:

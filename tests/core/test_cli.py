@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,9 @@ from typer.testing import CliRunner, Result
 
 import pagefleet.llm
 from pagefleet import __version__
+from pagefleet.bench import Workload
 from pagefleet.cli import app
+from pagefleet.config import EngineConfig
 from pagefleet.request import CompletionOutput, RequestMetrics, RequestOutput
 from pagefleet.sampling_params import SamplingParams
 
@@ -22,6 +27,9 @@ class FakeLLM:
 
     created: list[dict[str, Any]]
     params: list[SamplingParams]
+    vocab_size = 1000
+    highest_id = 0
+    failing = False
 
     def __init__(self, model: str, **options: Any) -> None:
         if model == "missing":
@@ -44,17 +52,27 @@ class FakeLLM:
     def chat_prompts(self, messages: list[dict[str, str]]) -> list[str]:
         if messages[-1]["content"] == "too long":
             raise ValueError("the prompt has 9 tokens")
+        if not messages[-1]["content"].isprintable():
+            raise ValueError("not text")
         return ["|".join(message["content"] for message in messages)]
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(vocab_size=self.vocab_size)
 
     def _output(self, i: int, prompt: Any, params: SamplingParams, length: int | None) -> RequestOutput:
         ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else [1, 2]
         text = "" if isinstance(prompt, dict) else prompt.upper()[:length]
+        type(self).highest_id = max(self.highest_id, *ids)
         metrics = RequestMetrics(0.0, first_token_time=0.5, last_token_time=1.5, num_generated=3)
         completions: list[Any] = [
             SimpleNamespace(index=k, text=text, token_ids=[7, 8, 9], finish_reason="length", stop_reason=None)
             for k in range(params.n)
         ]
-        return RequestOutput(str(i), prompt, ids, completions, length in (None, len(prompt)), metrics)
+        finished = length in (None, len(prompt))
+        error = "OSError: device lost" if finished and (self.failing or "fail" in prompt) else None
+        if error is not None and not self.failing and prompt == "fail":  # at its first token
+            completions[0].text = ""
+        return RequestOutput(str(i), prompt, ids, completions, finished, metrics, error=error)
 
 
 @pytest.fixture
@@ -64,7 +82,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     return fake
 
 
-def run(*arguments: str, stdin: str | None = None) -> Result:
+def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": "100", "PAGEFLEET_PLUGINS": ""})
 
 
@@ -163,12 +181,70 @@ def test_prompts_come_from_stdin_or_a_file(llm: type[FakeLLM], tmp_path: Any) ->
 def test_json_output_is_an_object_a_line(llm: type[FakeLLM]) -> None:
     lines = run("generate", "m", "a", "b", "--json").output.splitlines()
     completion = {"text": "A", "token_ids": [7, 8, 9], "finish_reason": "length", "stop_reason": None}
-    assert json.loads(lines[0]) == {"prompt": "a", "outputs": [completion]}
+    assert json.loads(lines[0]) == {"prompt": "a", "outputs": [completion], "error": None}
     assert len(lines) == 2
 
 
 def test_streams_do_not_interleave(llm: type[FakeLLM]) -> None:
     assert run("generate", "m", "long prompt", "b", "--stream").output == "LONG PROMPT\nB\n"
+
+
+def test_a_failed_request_is_an_error(llm: type[FakeLLM]) -> None:
+    result = run("generate", "m", "fail")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: 1 of 1 requests failed, the first with OSError: device lost\n"
+    result = run("generate", "m", "a", "it fails")  # what there is, is printed
+    assert (result.exit_code, result.stdout) == (1, "--- a\nA\n--- it fails\nIT FAILS\n")
+    assert result.stderr == "error: 1 of 2 requests failed, the first with OSError: device lost\n"
+
+
+def test_a_failed_request_is_an_error_for_machines_too(llm: type[FakeLLM]) -> None:
+    result = run("generate", "m", "a", "fail", "--json")
+    assert [json.loads(line)["error"] for line in result.stdout.splitlines()] == [None, "OSError: device lost"]
+    assert result.exit_code == 1
+    assert "1 of 2 requests failed" in result.stderr
+
+
+def test_a_failed_stream_is_an_error(llm: type[FakeLLM]) -> None:
+    result = run("generate", "m", "it fails", "a", "--stream")
+    assert (result.exit_code, result.stdout) == (1, "IT FAILS\nA\n")
+    assert result.stderr == "error: 1 of 2 requests failed, the first with OSError: device lost\n"
+
+
+@pytest.mark.parametrize("command", [("generate", "m", "one\ntwo", "--stream"), ("generate", "m", "one")])
+def test_a_closed_pipe_is_left_quietly(
+    llm: type[FakeLLM], command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("pagefleet.cli.typer.echo", broken)
+    result = run(*command)
+    assert (result.exit_code, result.output) == (1, "")
+
+
+def test_closed_stdin_is_no_prompt_and_no_conversation(llm: type[FakeLLM]) -> None:
+    for arguments, message in (
+        (["generate", "m"], "error: no prompt: give some as arguments"),
+        (["chat", "m"], "error: stdin is closed"),
+    ):
+        command = f"{sys.executable} -m pagefleet {' '.join(arguments)} <&-"
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert done.stderr.startswith(message)
+
+
+def test_text_settings_are_taken_as_they_are_and_names_as_a_list(llm: type[FakeLLM]) -> None:
+    settings = "--set revision=123 --set tokenizer=true --set plugins=a,b --set seed=4"
+    assert run("generate", "m", "a", *settings.split()).exit_code == 0
+    assert run("generate", "m", "a", "--set", "plugins=").exit_code == 0
+    common = {"model": "m", "device": None, "dtype": "auto"}
+    assert llm.created == [
+        common | {"revision": "123", "tokenizer": "true", "plugins": ("a", "b"), "seed": 4},
+        common | {"plugins": ()},
+    ]
+    for made in llm.created:
+        EngineConfig(**made)
 
 
 # -- chat ----------------------------------------------------------------------------------------------------
@@ -187,6 +263,16 @@ def test_a_refused_turn_leaves_the_conversation_as_it_was(llm: type[FakeLLM]) ->
     result = run("chat", "m", stdin="one\ntoo long\ntwo\n")
     assert result.stderr == "error: the prompt has 9 tokens\n"
     assert result.stdout.splitlines()[-1] == "ONE|ONE|TWO"
+    assert result.exit_code == 1  # nobody was there to see it
+
+
+@pytest.mark.parametrize("line", [b"no text \xff", b"fail"])
+def test_a_turn_that_fails_is_said_and_the_next_one_goes_on(llm: type[FakeLLM], line: bytes) -> None:
+    result = run("chat", "m", "--system", "s", stdin=b"one\n" + line + b"\n/reset\nthree\n")
+    assert result.stderr in ("error: not text\n", "error: OSError: device lost\n")
+    assert result.stdout.splitlines()[0] == "S|ONE"
+    assert result.stdout.splitlines()[-1] == "S|THREE"
+    assert result.exit_code == 1
 
 
 # -- bench ---------------------------------------------------------------------------------------------------
@@ -202,6 +288,21 @@ def test_bench_for_machines(llm: type[FakeLLM]) -> None:
     found = json.loads(run("bench", "m", "--num-prompts", "4", "--input-len", "8", "--json").output)
     assert (found["num_prompts"], found["ttft_median"], found["itl_p99"]) == (4, 0.5, 0.5)
     assert found["input_throughput"] == pytest.approx(32 / found["duration"])
+
+
+def test_bench_refuses_to_count_failed_requests(llm: type[FakeLLM]) -> None:
+    llm.failing = True
+    result = run("bench", "m", "--num-prompts", "4")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "error: 1 of 1 requests failed, the first with OSError: device lost\n"
+
+
+def test_bench_draws_prompts_from_a_small_vocabulary(llm: type[FakeLLM]) -> None:
+    prompts = Workload(num_prompts=4, input_len=64, output_len=1).prompts(vocab_size=10)
+    assert {token_id for prompt in prompts for token_id in prompt} == set(range(10))
+    llm.vocab_size = 10
+    assert run("bench", "m").exit_code == 0
+    assert llm.highest_id < 10
 
 
 # -- errors --------------------------------------------------------------------------------------------------

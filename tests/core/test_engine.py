@@ -147,7 +147,7 @@ def test_the_next_step_is_planned_and_launched_while_the_device_is_busy() -> Non
     finished: list[Request] = []
     waiter = threading.Thread(target=lambda: finished.extend(engine.step()))
     waiter.start()  # launches step 1, then waits for step 0
-    wait_for(lambda: len(engine._in_flight) == 1 and engine.scheduler._num_planned == 2)
+    wait_for(lambda: len(engine._in_flight) == 2 and engine.scheduler._num_planned == 2)
     assert backend.num_done == 0, "two steps are planned, the device has finished none"
     assert engine.scheduler.table.num_computed[request.row] == len(PROMPT) + 1
     assert engine.scheduler.table.num_known[request.row] == len(PROMPT)

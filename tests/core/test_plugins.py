@@ -9,18 +9,21 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from pagefleet.backend import CONTRACT_VERSION, BackendError
+from pagefleet.devices import describe
+from pagefleet.devices import report as devices_report
 from pagefleet.models import find_family
 from pagefleet.plugins import BackendReport, Plugin, Plugins, parse_device
 
 Install = Callable[..., None]
 
 HEAD = """
-from pagefleet.backend import BackendInfo, DeviceInfo, Probe
+from pagefleet.backend import BackendInfo, DeviceInfo, Probe, Traits
 from pagefleet.hookspecs import hookimpl
 
 def usable():
@@ -34,6 +37,11 @@ def broken():
 
 def load(index):
     raise NotImplementedError
+
+class Rude(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+    __repr__ = __str__
 
 """
 
@@ -99,12 +107,54 @@ BROKEN = {
     ),
     "name with a colon": (backends("BackendInfo('bad:0', usable, load)"), "backend name 'bad:0': must be a word"),
     "name is auto": (backends("BackendInfo('auto', usable, load)"), "backend name 'auto'"),
-    "name is no string": (backends("BackendInfo(7, usable, load)"), "backend name 7"),
+    "name is no string": (backends("BackendInfo(7, usable, load)"), "BackendInfo.name is 7; it must be str"),
     "another contract": (
         backends("BackendInfo('bad', usable, load, contract='>=2,<3')"),
         f"backend 'bad' supports contract >=2,<3, this pagefleet has {CONTRACT_VERSION}",
     ),
     "a contract that is no range": (backends("BackendInfo('bad', usable, load, contract='new')"), "InvalidSpecifier"),
+    "contract is None": (backends("BackendInfo('bad', usable, load, contract=None)"), "BackendInfo.contract is None"),
+    "priority is text": (
+        backends("BackendInfo('bad', usable, load, priority='9')"),
+        "BackendInfo.priority is '9'; it must be int",
+    ),
+    "priority is None": (backends("BackendInfo('bad', usable, load, priority=None)"), "BackendInfo.priority is None"),
+    "priority is a flag": (backends("BackendInfo('bad', usable, load, priority=True)"), "BackendInfo.priority is True"),
+    "priority is too long to print": (backends("BackendInfo('bad', usable, load, priority=10**5000)"), "priority is"),
+    "probe cannot be called": (
+        backends("BackendInfo('bad', None, load)"),
+        "BackendInfo.probe is None; it must be Callable[[], Probe]",
+    ),
+    "load cannot be called": (
+        backends("BackendInfo('bad', usable, None)"),
+        "BackendInfo.load is None; it must be Callable[[int], Backend]",
+    ),
+    "traits are None": (
+        backends("BackendInfo('bad', usable, load, None)"),
+        "BackendInfo.traits is None; it must be Traits",
+    ),
+    "traits are a dict": (backends("BackendInfo('bad', usable, load, {'dtypes': ()})"), "it must be Traits"),
+    "dtypes are None": (
+        backends("BackendInfo('bad', usable, load, Traits(dtypes=None))"),
+        "Traits.dtypes is None; it must be tuple[str, ...]",
+    ),
+    "block sizes are text": (
+        backends("BackendInfo('bad', usable, load, Traits(block_sizes=('16',)))"),
+        "Traits.block_sizes is ('16',); it must be tuple[int, ...] | None",
+    ),
+    "a number of numpy": (
+        "import numpy\n" + backends("BackendInfo('bad', usable, load, Traits(token_multiple=numpy.int64(8)))"),
+        "Traits.token_multiple is np.int64(8); it must be int",
+    ),
+    "exception that cannot be shown": (
+        HEAD + "@hookimpl\ndef pagefleet_backends(): raise Rude",
+        "Rude: (its message cannot be shown)",
+    ),
+    "name that cannot be shown": (backends("BackendInfo(Rude(), usable, load)"), "BackendInfo.name is <"),
+    "list that cannot be shown": (
+        HEAD + "@hookimpl\ndef pagefleet_backends(): return [Rude()]",
+        "it must return a list of BackendInfo",
+    ),
     "half good": (
         backends("BackendInfo('half', usable, load)", "BackendInfo('bad', usable, load, contract='<1')"),
         "<1",
@@ -188,11 +238,42 @@ def test_a_probe_that_raises_makes_its_backend_unusable_and_no_other(install: In
 
 
 @pytest.mark.parametrize(
-    ("body", "cause"), [("return True", "returned True"), ("raise SystemExit(1)", "SystemExit: 1")]
+    ("body", "cause"),
+    [
+        ("return True", "returned True"),
+        ("return Rude()", "it must return a Probe"),
+        ("raise SystemExit(1)", "SystemExit: 1"),
+        ("raise Rude", "Rude: (its message cannot be shown)"),
+        ("return Probe('no', 'e')", "Probe.usable is 'no'; it must be bool"),
+        ("return Probe(True, Rude())", "Probe.evidence is <"),
+        ("return Probe(True, 'e', None)", "Probe.devices is None; it must be tuple[DeviceInfo, ...]"),
+        ("return Probe(True, 'e', ['d0'])", "Probe.devices is ['d0']"),
+        ("return Probe(True, 'e', (DeviceInfo('d', '16G'),))", "DeviceInfo.memory is '16G'; it must be int"),
+    ],
 )
-def test_a_probe_that_misbehaves_is_evidence(install: Install, body: str, cause: str) -> None:
-    install("odd", HEAD + f"def odd():\n    {body}\n" + backends("BackendInfo('odd', odd, load)").removeprefix(HEAD))
-    assert cause in report(Plugins(), "odd").probe.evidence
+def test_a_probe_that_misbehaves_is_evidence_and_disturbs_nobody(install: Install, body: str, cause: str) -> None:
+    odd = backends("BackendInfo('odd', odd, load, priority=9000)").removeprefix(HEAD)
+    install("odd", HEAD + f"def odd():\n    {body}\n" + odd)
+    install("good", GOOD)
+    plugins = Plugins()
+    assert plugins.select("auto")[0].name == "good"
+    assert cause in report(plugins, "odd").probe.evidence
+    found = devices_report(plugins, "odd")
+    assert (found.chosen, json.dumps(asdict(found)).count(found.backends[0].evidence)) == (None, 1)
+    assert "odd: not usable\n" in describe(found)
+    with pytest.raises(BackendError) as error:
+        plugins.select("odd")
+    assert cause in str(error.value)
+
+
+def test_a_package_without_metadata_disturbs_nobody(install: Install, tmp_path: Path) -> None:
+    install("good", GOOD)
+    install("bare", "import no_such_library")
+    (tmp_path / "dist_bare-1.0.dist-info" / "METADATA").unlink()
+    plugins = Plugins()
+    assert plugins.select("auto")[0].name == "good"
+    (failure,) = plugins.failures.values()
+    assert str(failure.plugin) == f"'bare' of a package without METADATA in {tmp_path}"
 
 
 def test_a_backend_is_probed_once(install: Install, tmp_path: Path) -> None:
@@ -230,6 +311,15 @@ def test_finding_a_built_in_family_imports_no_plugin(install: Install) -> None:
     install("mine", FAMILY.format(name="my_model"))
     assert find_family("llama", Plugins().models()).model_type == "llama"
     assert not [name for name in sys.modules if name.startswith("plugin_")]
+
+
+def test_a_family_with_a_wrong_field_is_refused(install: Install) -> None:
+    install("odd", FAMILY.replace("{name!r}", "7"))
+    plugins = Plugins()
+    with pytest.raises(ValueError, match="unknown model_type 'my_model'"):
+        find_family("my_model", plugins.models())
+    (failure,) = plugins.failures.values()
+    assert failure.reason == "ModelFamily.model_type is 7; it must be str"
 
 
 def test_a_family_keeps_its_name(install: Install) -> None:
@@ -298,10 +388,13 @@ def test_an_index_names_a_device_of_the_backend(install: Install) -> None:
         Plugins().select("good:2")
 
 
-@pytest.mark.parametrize("device", [":", ":1", "good:", "good:x", "good:-1", "good:1:2", "auto:1", "good:²", " "])
+@pytest.mark.parametrize(
+    "device", [":", ":1", "good:", "good:x", "good:-1", "good:1:2", "auto:1", "good:²", " ", f"good:{'1' * 5000}"]
+)
 def test_a_malformed_device_is_refused(device: str) -> None:
-    with pytest.raises(BackendError, match="must be 'auto', a backend's name, or its name and an index"):
+    with pytest.raises(BackendError, match="must be 'auto', a backend's name, or its name and an index") as error:
         parse_device(device)
+    assert len(str(error.value)) < 200
 
 
 def test_a_backend_is_found_under_another_entry_point_name(install: Install) -> None:

@@ -14,8 +14,8 @@ from recall import check_blocks, make_request
 from pagefleet.blocks import BlockPool
 from pagefleet.request import Request
 from pagefleet.sampler import SampledTokens
-from pagefleet.scheduler import Scheduler, StepPlan, split_budget
-from pagefleet.table import RunningTable
+from pagefleet.scheduler import Scheduler, split_budget
+from pagefleet.table import RunningTable, StepPlan
 
 
 def make_scheduler(num_rows: int = 4, num_blocks: int = 100, budget: int = 16, **options: object) -> Scheduler:

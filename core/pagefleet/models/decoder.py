@@ -7,9 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 from pagefleet.model import ModelSpec, TensorSpec
-from pagefleet.rope import rope_from_config
+from pagefleet.rope import RopeSpec, rope_from_config
 
 _MAX_LAYERS = 4096
+_MAX_POSITIONS = 1 << 27  # as the batch's int32 positions, with room to spare
+_INT32 = 1 << 31
 
 _ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -83,7 +85,7 @@ def decoder_spec(
     return ModelSpec(
         model_type=str(config["model_type"]),
         **sizes,
-        max_position_embeddings=rope.max_positions(positive_int(config, "max_position_embeddings")),
+        max_position_embeddings=_max_positions(config, rope),
         norm_eps=_norm_eps(config),
         rope=rope,
         activation=_activation(config),
@@ -102,7 +104,9 @@ def layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     window = positive_int(config, "sliding_window") if used else None
     kinds = config.get("layer_types")
     if kinds is None:
-        first = config["max_window_layers"]
+        first = config.get("max_window_layers")
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise ValueError(f"config max_window_layers is {first!r:.80}; it must be a whole number from 0")
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
         raise ValueError(f"layer_types must name each of the {num_layers} layers, not {kinds!r:.80}")
@@ -150,8 +154,8 @@ def _tensors(
 
 def positive_int(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"config {key} is {value!r}; it must be a whole number above 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _INT32:
+        raise ValueError(f"config {key} is {value!r:.80}; it must be a whole number above 0 and below 2**31")
     return value
 
 
@@ -177,11 +181,13 @@ def check_value(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -
 
 
 def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """A token id, a list of them or none, as a tuple."""
+    """A token id, a list of them or none, as a tuple. Ids are int32, as everywhere; a vocabulary may be smaller."""
     value = config.get(key)
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        raise ValueError(f"config {key} is {value!r}; it must be a token id or a list of them")
+    if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < _INT32 for one in ids):
+        raise ValueError(
+            f"config {key} is {value!r:.80}; it must be a token id, from 0 and below 2**31, or a list of them"
+        )
     return tuple(ids)
 
 
@@ -193,6 +199,15 @@ def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> in
     return hidden_size // num_heads
 
 
+def _max_positions(config: Mapping[str, Any], rope: RopeSpec) -> int:
+    count = rope.max_positions(positive_int(config, "max_position_embeddings"))
+    if not 0 < count <= _MAX_POSITIONS:
+        raise ValueError(
+            f"config max_position_embeddings, with its RoPE scaling, is {count}; 1 to {_MAX_POSITIONS} are supported"
+        )
+    return count
+
+
 def _norm_eps(config: Mapping[str, Any]) -> float:
     value = config.get("rms_norm_eps")
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
@@ -202,6 +217,6 @@ def _norm_eps(config: Mapping[str, Any]) -> float:
 
 def _activation(config: Mapping[str, Any]) -> str:
     name = config.get("hidden_act")
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"unknown hidden_act {name!r}; known: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[str(name)]
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise ValueError(f"unknown hidden_act {name!r:.80}; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]

@@ -89,6 +89,10 @@ def open_checkpoint(
         raise
     except ValueError as error:  # a family or its RoPE does not understand the config
         raise CheckpointError(f"{path}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # a family did not expect such a value
+        raise CheckpointError(
+            f"{path}: its config cannot be used: {type(error).__name__}: {error}; check it, or download it again"
+        ) from error
 
 
 def _locate(model: str | Path, revision: str | None) -> Path:
@@ -119,7 +123,7 @@ def _open_folder(folder: Path, families: Iterable[ModelFamily]) -> Checkpoint:
             "float16 or bfloat16 without quantization_config, and GGUF"
         )
     spec = find_family(str(config.get("model_type")), families).spec(config)
-    spec = replace(spec, eos_token_ids=_all_eos(folder, spec.eos_token_ids))
+    spec = _sampleable_eos(replace(spec, eos_token_ids=_all_eos(folder, spec.eos_token_ids)))
     stored = safetensors_files.read_folder(folder)
     return Checkpoint(folder, config, spec, match_tensors(folder, spec, stored))
 
@@ -131,6 +135,11 @@ def _all_eos(folder: Path, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*eos_token_ids, *more)))
 
 
+def _sampleable_eos(spec: ModelSpec) -> ModelSpec:
+    """Without end tokens beyond the vocabulary: the model never samples them."""
+    return replace(spec, eos_token_ids=tuple(one for one in spec.eos_token_ids if one < spec.vocab_size))
+
+
 def _open_gguf(path: Path, families: Iterable[ModelFamily]) -> Checkpoint:
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path}: a model is a folder, a .gguf file or a name on the Hugging Face hub")
@@ -139,7 +148,7 @@ def _open_gguf(path: Path, families: Iterable[ModelFamily]) -> Checkpoint:
     file = gguf_file.read_gguf(path)
     family = gguf_config.find_gguf_family(file, families)
     config = gguf_config.config_from_gguf(file, family)
-    spec = family.spec(config)
+    spec = _sampleable_eos(family.spec(config))
     tensors = {name: tensor for name, tensor in file.tensors.items() if name != gguf_config.ROPE_FACTORS}
     stored = match_tensors(path, spec, tensors, gguf_config.gguf_names(spec, family))
     for dtype in {tensor.dtype for tensor in stored.values() if tensor.dequantise is not None}:

@@ -37,6 +37,8 @@ class StoredTensor:
 
 def map_file(path: Path) -> NDArray[np.uint8]:
     """The file's bytes, memory-mapped read-only: [size]. They are unmapped with the last view of them."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+        raise CheckpointError(f"{path}: not a regular file; give the path of the file itself")
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

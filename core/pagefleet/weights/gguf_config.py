@@ -34,6 +34,7 @@ _SIZES: Mapping[str, str] = MappingProxyType(
         "vocab_size": "vocab_size",
     }
 )
+_NUMBERS = ("attention.layer_norm_rms_epsilon", "rope.freq_base")  # of _SIZES; the others are whole
 # keys that say nothing about the maths, or do so elsewhere here; with the values that are understood (None: any)
 _OTHER: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
     {
@@ -82,21 +83,29 @@ def config_from_gguf(file: GGUFFile, family: ModelFamily) -> dict[str, Any]:
             raise CheckpointError(f"{file.path}: {arch}.{key} is {value!r:.80}, which is not supported here")
         if isinstance(value, GGUFArray):
             raise CheckpointError(f"{file.path}: {arch}.{key} differs by layer; one value for all layers is supported")
+        if key in _SIZES and key not in _NUMBERS and (type(value) is not int or not 0 < value < 1 << 31):
+            raise CheckpointError(
+                f"{file.path}: {arch}.{key} is {value!r:.80}; it must be a whole number above 0 and below 2**31"
+            )
     config = {ours: stated[theirs] for theirs, ours in _SIZES.items() if theirs in stated}
     needed = ("context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count")
     if missing := [key for key in (*needed, "attention.layer_norm_rms_epsilon") if key not in stated]:
         raise CheckpointError(f"{file.path}: metadata lacks {', '.join(f'{arch}.{key}' for key in missing)}")
+    if config["num_hidden_layers"] > len(file.tensors):  # a corrupt number must not become a million tensor names
+        raise CheckpointError(
+            f"{file.path}: {arch}.block_count is {config['num_hidden_layers']}, but the file holds only "
+            f"{len(file.tensors)} tensors; it is corrupt, download it again"
+        )
     config["model_type"] = family.model_type
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if isinstance(tokens := file.metadata.get("tokenizer.ggml.tokens"), GGUFArray):
         config.setdefault("vocab_size", tokens.count)
-    if "head_dim" not in config and config["num_attention_heads"]:
-        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
-    _check_head(file, arch, stated, config.get("head_dim"))
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    _check_head(file, arch, stated, config["head_dim"])
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    config["bos_token_id"] = file.metadata.get("tokenizer.ggml.bos_token_id")
-    ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    config["bos_token_id"] = _token_id(file, "bos")
+    ends = [_token_id(file, name) for name in ("eos", "eot")]
     config["eos_token_id"] = list(dict.fromkeys(token for token in ends if token is not None))
     if scaling := _rope_scaling(file, stated):
         config["rope_scaling"] = scaling
@@ -132,7 +141,15 @@ def rotate_half_rows(tensor: HostTensor, head_dim: int) -> HostTensor:
     return replace(tensor, data=data)
 
 
-def _check_head(file: GGUFFile, arch: str, stated: Mapping[str, Any], head_dim: int | None) -> None:
+def _token_id(file: GGUFFile, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id = file.metadata.get(key)
+    if token_id is not None and (type(token_id) is not int or not 0 <= token_id < 1 << 31):
+        raise CheckpointError(f"{file.path}: {key} is {token_id!r:.80}; it must be a token id, from 0 and below 2**31")
+    return token_id
+
+
+def _check_head(file: GGUFFile, arch: str, stated: Mapping[str, Any], head_dim: int) -> None:
     for key in ("attention.value_length", "rope.dimension_count"):
         if stated.get(key, head_dim) != head_dim:
             raise CheckpointError(f"{file.path}: {arch}.{key} is {stated[key]}; heads of {head_dim} need {head_dim}")

@@ -43,6 +43,10 @@ class GGUFArray:
     count: int
     start: int
 
+    @property
+    def is_text(self) -> bool:
+        return self.kind == _STRING
+
     def values(self) -> list[Any]:
         """Its items: str, int, float or bool."""
         if self.kind != _STRING:

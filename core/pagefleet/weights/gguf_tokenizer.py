@@ -39,6 +39,7 @@ _SPLITS: Mapping[str, str] = MappingProxyType(
     | {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "falcon3": _LLAMA3, "smaug-bpe": _LLAMA3}
     | {"qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "megrez": _QWEN2, "tekken": _TEKKEN}
 )
+_SPECIAL = ("bos", "eos", "unknown", "padding")  # tokenizer.ggml.NAME_token_id
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 
@@ -52,13 +53,18 @@ def load_gguf_tokenizer(path: Path) -> Any:
     metadata = read_gguf(path).metadata
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "llama":  # sentencepiece: its merges are worked out from scores, which transformers does
+        _check_sentencepiece(path, metadata)
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if kind != "gpt2":
         raise CheckpointError(
             f"{path}: tokenizer.ggml.model is {kind!r}; known: gpt2, llama. Give a tokenizer's folder"
         )
     tokens = _strings(path, metadata, "tokenizer.ggml.tokens")
-    named = {name: _special(path, metadata, name, tokens) for name in ("bos", "eos", "unknown", "padding")}
+    ids = {name: _special(path, metadata, name, len(tokens)) for name in _SPECIAL}
+    named = {name: None if token_id is None else tokens[token_id] for name, token_id in ids.items()}
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{path}: tokenizer.chat_template is {template!r:.80}, not a string; the file is corrupt")
     fast = _byte_level_bpe(path, metadata, tokens)
     _add_bos_eos(fast, metadata, named)
     return PreTrainedTokenizerFast(
@@ -67,7 +73,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
         eos_token=named["eos"],
         unk_token=named["unknown"],
         pad_token=named["padding"],
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )
 
@@ -80,22 +86,30 @@ def _byte_level_bpe(path: Path, metadata: Mapping[str, Any], tokens: list[str]) 
         raise CheckpointError(
             f"{path}: tokenizer.ggml.pre is {rule!r}; known: {', '.join(_SPLITS)}. Give a tokenizer's folder"
         )
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = []
     for merge in _strings(path, metadata, "tokenizer.ggml.merges"):
         left, space, right = merge.partition(" ")
         if not space or " " in right:
             raise CheckpointError(f"{path}: merge {merge!r} does not join two tokens; the file is corrupt")
+        if unknown := [part for part in (left, right, left + right) if part not in vocabulary]:  # tokenizers panics
+            raise CheckpointError(
+                f"{path}: merge {merge!r} needs {unknown[0]!r}, which is not among its {len(tokens)} tokens; the file "
+                "is corrupt"
+            )
         merges.append((left, right))
     try:
-        model = models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges)
-    except Exception as error:  # the library raises bare exceptions, such as for a merge of unknown tokens
+        model = models.BPE(vocab=vocabulary, merges=merges)
+    except Exception as error:  # the library raises bare exceptions
         raise CheckpointError(f"{path}: its vocabulary and merges do not fit together: {error}") from error
     fast = Tokenizer(model)
     fast.pre_tokenizer, fast.decoder = _pre_tokenizer(_SPLITS[rule]), decoders.ByteLevel()
     if _SPLITS[rule] == _QWEN2:
         fast.normalizer = normalizers.NFC()
-    types = metadata.get("tokenizer.ggml.token_type")
-    _add_whole_tokens(fast, tokens, types.values() if isinstance(types, GGUFArray) else [])
+    stated = "tokenizer.ggml.token_type" in metadata
+    _add_whole_tokens(
+        fast, tokens, _numbers(path, metadata, "tokenizer.ggml.token_type", len(tokens)) if stated else []
+    )
     return fast
 
 
@@ -118,7 +132,7 @@ def _add_whole_tokens(fast: FastTokenizer, tokens: list[str], kinds: list[int]) 
 
     def of_kind(wanted: int) -> list[AddedToken]:
         special = wanted == _CONTROL
-        chosen = [token for token, kind in zip(tokens, kinds, strict=False) if kind == wanted]
+        chosen = [token for token, kind in zip(tokens, kinds, strict=bool(kinds)) if kind == wanted]
         return [AddedToken(token, normalized=False, special=special) for token in chosen]
 
     fast.add_special_tokens(of_kind(_CONTROL))
@@ -140,20 +154,38 @@ def _add_bos_eos(fast: FastTokenizer, metadata: Mapping[str, Any], named: Mappin
         )
 
 
+def _check_sentencepiece(path: Path, metadata: Mapping[str, Any]) -> None:
+    """CheckpointError unless what transformers takes for granted is there."""
+    num_tokens = len(_strings(path, metadata, "tokenizer.ggml.tokens"))
+    for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
+        _numbers(path, metadata, key, num_tokens)
+    for name in _SPECIAL:
+        _special(path, metadata, name, num_tokens)
+
+
+def _numbers(path: Path, metadata: Mapping[str, Any], key: str, num_tokens: int) -> list[Any]:
+    """An array of the metadata that has a number for each token."""
+    array = metadata.get(key)
+    if not isinstance(array, GGUFArray) or array.count != num_tokens or array.is_text:
+        raise CheckpointError(
+            f"{path}: {key} must have a number for each of its {num_tokens} tokens; the file is corrupt"
+        )
+    return array.values()
+
+
 def _strings(path: Path, metadata: Mapping[str, Any], key: str) -> list[str]:
     array = metadata.get(key)
     if not isinstance(array, GGUFArray):
         raise CheckpointError(f"{path}: no {key} in its metadata; give the folder of the model's tokenizer")
-    values = array.values()
-    if values and not isinstance(values[0], str):
-        raise CheckpointError(f"{path}: {key} holds {type(values[0]).__name__}, not strings; the file is corrupt")
-    return values
+    if not array.is_text:
+        raise CheckpointError(f"{path}: {key} holds numbers, not strings; the file is corrupt")
+    return array.values()
 
 
-def _special(path: Path, metadata: Mapping[str, Any], name: str, tokens: list[str]) -> str | None:
+def _special(path: Path, metadata: Mapping[str, Any], name: str, num_tokens: int) -> int | None:
     token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if token_id is None:
         return None
-    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
-        raise CheckpointError(f"{path}: {name}_token_id is {token_id!r}, outside its {len(tokens)} tokens")
-    return tokens[token_id]
+    if not isinstance(token_id, int) or not 0 <= token_id < num_tokens:
+        raise CheckpointError(f"{path}: {name}_token_id is {token_id!r:.80}, outside its {num_tokens} tokens")
+    return token_id

@@ -47,7 +47,7 @@ class EngineConfig:
     plugins: tuple[str, ...] | None = None  # plugins that may be imported beside the built-in ones; None: all
     dtype: str = "auto"  # of weights, activations and KV; "auto": the checkpoint's, or the device's first
     numerics: str = "default"  # "strict": the same tokens whatever shares the batch, or an error
-    max_model_len: int | None = None  # prompt and output tokens of a request; None: what the model supports
+    max_model_len: int | None = None  # prompt and output tokens of a request; None: the model's, up to 131072
     block_size: int = 16  # token slots of a KV block
     num_blocks: int | None = None  # of the KV cache; None: as many as fit
     kv_cache_memory_bytes: int | None = None  # instead of num_blocks; None: the backend's budget

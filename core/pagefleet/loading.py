@@ -56,8 +56,8 @@ def _load_backend(info: BackendInfo, index: int) -> Backend:
     backend = info.load(index)
     if not isinstance(backend, Backend):
         raise BackendError(
-            f"backend {info.name!r}: its load({index}) returned {backend!r:.80}, which is no pagefleet.backend.Backend; "
-            "that is a fault of its plugin: update it, or choose another device"
+            f"backend {info.name!r}: its load({index}) returned {backend!r:.80}, no pagefleet.backend.Backend; that is "
+            "a fault of its plugin: update it, or choose another device"
         )
     return backend
 

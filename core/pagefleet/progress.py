@@ -20,7 +20,7 @@ class Progress:
         self._start = time.perf_counter()
         self._num_in = self._num_out = 0
         self._bar: Bar | None = None
-        if shown and sys.stderr.isatty():
+        if shown and sys.stderr is not None and sys.stderr.isatty():
             self._bar = _bar()
             self._task = self._bar.add_task("Generating", total=len(generations), speed="")
 

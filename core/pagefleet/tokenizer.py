@@ -153,7 +153,7 @@ def load_tokenizer(path: str | Path, *, revision: str | None = None, trust_remot
     except BaseException as error:  # tokenizers panics with a BaseException, transformers raises anything
         reason = " ".join(str(error).split())
         raise TokenizerError(
-            f"{path}: its tokenizer cannot be loaded: {type(error).__name__}: {reason}; give another one as tokenizer=..."
+            f"{path}: its tokenizer cannot be loaded: {type(error).__name__}: {reason}; give another as tokenizer=..."
         ) from error
 
 

@@ -31,6 +31,12 @@ def test_the_defaults_hold() -> None:
         ("revision", "", "a non-empty string"),
         ("plugins", "cpu", "a tuple of plugin names"),
         ("plugins", (1,), "a tuple of plugin names"),
+        ("block_size", 10**30, "below 2147483648"),
+        ("max_num_seqs", 2**31, "below 2147483648"),
+        ("max_num_batched_tokens", 10**30, "below 2147483648"),
+        ("num_blocks", 2**31, "below 2147483648, or None"),
+        ("max_model_len", 2**31, "below 2147483648, or None"),
+        ("kv_cache_memory_bytes", 10**30, "or None"),
         ("dtype", "float64", "'auto', 'float32', 'bfloat16', 'float16'"),
         ("numerics", "fast", "'default', 'strict'"),
         ("trust_remote_code", "yes", "True or False"),
@@ -65,6 +71,12 @@ def test_the_cache_is_sized_once() -> None:
 
 def test_the_largest_and_smallest_values_are_accepted() -> None:
     EngineConfig("m", block_size=1, num_blocks=1, max_model_len=1, seed=2**63 - 1, priority_ageing=math.inf)
+
+
+def test_plugins_may_be_a_list() -> None:
+    assert EngineConfig("model", plugins=["a", "b"]).plugins == ("a", "b")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a tuple of plugin names"):
+        EngineConfig("model", plugins=[1])  # type: ignore[arg-type]
 
 
 def test_a_config_does_not_change() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import random
 import time
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from pagefleet.tokenizer import Tokenizer, load_tokenizer
+from pagefleet.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -131,6 +132,49 @@ def test_no_chat_template_says_so(sentencepiece: Tokenizer) -> None:
     template = "{{ messages[0]['content'] }}"
     messages = [{"role": "user", "content": "Hello"}]
     assert sentencepiece.apply_chat_template(messages, chat_template=template)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no system role') }}", "{{ messages[0].a.b.c }}", "{% if %}", "{{ 1 / 0 }}"]
+)
+def test_a_template_that_fails_is_a_value_error(sentencepiece: Tokenizer, template: str) -> None:
+    with pytest.raises(ValueError, match=r"the chat template fails on these messages: .*chat_template="):
+        sentencepiece.apply_chat_template(CHAT, chat_template=template)
+
+
+@pytest.mark.parametrize("messages", [["Hi"], [None], [{"content": "no role"}], [{"role": "user", "content": 3}], [{}]])
+def test_odd_messages_are_rendered_or_a_value_error(smollm2: Tokenizer, messages: list[Any]) -> None:
+    with contextlib.suppress(ValueError):
+        smollm2.apply_chat_template(messages)
+
+
+def test_a_lone_surrogate_is_refused_naming_where_it_is(smollm2: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"lone surrogate, '\\udcff', at character 3; decode the input as UTF-8"):
+        smollm2.encode("abc\udcff")
+    with pytest.raises(ValueError, match=r"lone surrogate.*at character 0"):
+        smollm2.apply_chat_template([{"role": "user", "content": "\ud800"}])
+
+
+TOKENIZER_JSON = '{"version": "1.0", "model": {"type": "BPE", "vocab": {"x": 0, "y": 1}, "merges": ["x y"]}}'
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"tokenizer.json": "{"},
+        {"tokenizer.json": TOKENIZER_JSON},
+        {"tokenizer.json": "[]", "tokenizer_config.json": "[]"},
+        {"tokenizer.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}'},
+    ],
+)
+def test_a_tokenizer_that_cannot_be_loaded_is_one_error_naming_the_path(files: dict[str, str], tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(TokenizerError) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "tokenizer=..." in str(caught.value)
 
 
 @pytest.mark.parametrize("text", TEXTS)

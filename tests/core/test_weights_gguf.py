@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import struct
 import sys
 import time
@@ -220,6 +221,21 @@ def without(*names: str) -> dict[str, ARRAY]:
     return {name: value for name, value in values().items() if name not in names}
 
 
+def changed(key: str, value: Any) -> Callable[[Path], Any]:
+    """The file with another value of a metadata key."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(key, None)
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            (writer.add_float32 if isinstance(value, float) else writer.add_int64)(key, value)
+
+    return rewritten(extra=change)
+
+
 HUGE = struct.pack("<Q", 1 << 60)
 UP = "blk.0.ffn_up.weight"
 BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
@@ -267,6 +283,13 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "partial rotary": (rewritten(extra=lambda writer: writer.add_rope_dimension_count(64)), ["rope.dimension_count"]),
     "unknown rope scaling": (rewritten(extra=add_scaling("spiral")), ["spiral", "yarn"]),
     "yarn with its own attention factor": (rewritten(extra=add_scaling("yarn", attn_factor=1.5)), ["attn_factor"]),
+    "a size that is a string": (changed("llama.embedding_length", "abc"), ["llama.embedding_length", "'abc'"]),
+    "a count that is not a number": (changed("llama.attention.head_count", float("nan")), ["head_count", "nan"]),
+    "heads of no length": (changed("llama.attention.key_length", float("nan")), ["key_length", "nan"]),
+    "an array of end tokens": (changed("tokenizer.ggml.eos_token_id", [2, 3]), ["eos_token_id"]),
+    "an end token below 0": (changed("tokenizer.ggml.eos_token_id", -1), ["eos_token_id", "-1"]),
+    "an end token beyond int32": (changed("tokenizer.ggml.eot_token_id", 1 << 40), ["eot_token_id", str(1 << 40)]),
+    "more layers than tensors": (changed("llama.block_count", 4000), ["block_count is 4000", "11 tensors"]),
     "one part of a split file": (
         rewritten(extra=lambda writer: writer.add_uint16("split.count", 3)),
         ["3 split files", "llama-gguf-split"],
@@ -286,6 +309,51 @@ def test_a_broken_file_is_refused_with_the_reason(case: str, tmp_path: Path) -> 
     assert str(path) in message
     for word in words:
         assert word in message
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_end_tokens_beyond_the_vocabulary_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    changed("tokenizer.ggml.eot_token_id", VOCAB)(path)
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.spec.eos_token_ids == (2,)
+
+
+NAMES = [*map(chr, range(65, 64 + VOCAB)), "BC"]
+TOKENIZERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a merge that makes no token": ({"merges": ["A B"]}, ["'A B'", "'AB'"]),
+    "a merge of unknown tokens": ({"merges": ["A zz"]}, ["'A zz'", "'zz'"]),
+    "too few types": ({"token_type": [1]}, ["token_type", "32 tokens"]),
+    "types that are strings": ({"token_type": ["a"] * VOCAB}, ["token_type"]),
+    "tokens that are numbers": ({"tokens": [1] * VOCAB}, ["tokens", "numbers"]),
+    "sentencepiece without scores": ({"model": "llama"}, ["scores", "32 tokens"]),
+    "sentencepiece with few scores": ({"model": "llama", "scores": [1.0] * 4}, ["scores", "32 tokens"]),
+    "sentencepiece without types": ({"model": "llama", "scores": [1.0] * VOCAB}, ["token_type", "32 tokens"]),
+    "another kind": ({"model": "wordpiece"}, ["wordpiece", "gpt2, llama"]),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_broken_tokenizer_is_refused_with_the_reason(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from pagefleet.tokenizer import load_tokenizer
+
+    stated, words = TOKENIZERS[case]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        for key, value in {"model": "gpt2", "pre": "gpt-2", "tokens": NAMES, "merges": ["B C"], **stated}.items():
+            (writer.add_array if isinstance(value, list) else writer.add_string)(f"tokenizer.ggml.{key}", value)
+
+    path = write(tmp_path / "m.gguf", values(), extra=add)
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(path)
+    for word in (str(path), *words):
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("offset", [4, 12])

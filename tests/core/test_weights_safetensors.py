@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from pagefleet.models import ModelFamily
 from pagefleet.weights import CheckpointError, open_checkpoint
 
 CONFIG: dict[str, Any] = {
@@ -203,6 +206,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda folder: (folder / "generation_config.json").write_text("nonsense"),
         ["generation_config.json", "JSON"],
     ),
+    "an end token below 0": (set_config(eos_token_id=-1), ["eos_token_id", "-1"]),
+    "an end token beyond int32": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [2, 2147483648]}'),
+        ["eos_token_id", "2147483648"],
+    ),
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json", ".gguf"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["no weights", "model.safetensors"]),
     "pickled weights": (lambda folder: rename(folder, "pytorch_model.bin"), ["pickled", "save_pretrained"]),
@@ -243,6 +251,57 @@ def test_a_broken_checkpoint_is_refused_with_the_reason(case: str, folder: Path)
     assert str(folder) in message
     for word in words:
         assert word in message
+
+
+def test_end_tokens_beyond_the_vocabulary_are_dropped(folder: Path) -> None:
+    set_config(eos_token_id=[2, 8])(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 300]}))
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.spec.eos_token_ids == (2, 7)
+
+
+ODD = (10**400, 10**15, 2**31, math.nan, math.inf, -1, 0, 1.5, "a", [], {}, [[]], [{}], True, "\ud800", 1e-320)
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 2.0, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 512},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 512, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0},
+    "longrope": {"original_max_position_embeddings": 512, "short_factor": [1.0], "long_factor": [1.0]},
+}
+
+
+def opens_or_is_refused(folder: Path, **config: Any) -> None:
+    set_config(**config)(folder)
+    with contextlib.suppress(CheckpointError), open_checkpoint(folder) as checkpoint:
+        assert all(np.isfinite(part).all() for part in checkpoint.spec.rope.table(100))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_an_odd_value_in_the_config_never_escapes_as_another_error(model_type: str, folder: Path) -> None:
+    keys = {*CONFIG, "head_dim", "hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", "rms_norm_eps"}
+    keys |= {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "quantization_config"}
+    for key in keys | {"max_position_embeddings", "eos_token_id", "bos_token_id", "attention_bias", "mlp_bias"}:
+        for value in ODD:
+            opens_or_is_refused(folder, **{"model_type": model_type, key: value})
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_an_odd_number_of_the_rope_never_gives_a_table_that_is_not_finite(rope_type: str, folder: Path) -> None:
+    scaling = {"rope_type": rope_type, **ROPES[rope_type]}
+    for key in ROPES[rope_type]:
+        for value in (*ODD, 1, 1e300, 1e-300, 1e-18):
+            opens_or_is_refused(folder, rope_scaling={**scaling, key: value})
+    for theta in (1, 1.0, 1e-300, 1e-18, 1e18, 1e300):
+        opens_or_is_refused(folder, rope_scaling=scaling, rope_theta=theta)
+
+
+def test_what_a_familys_code_raises_names_the_checkpoint(folder: Path) -> None:
+    def spec(config: Any) -> Any:
+        return config["hidden_size"] + "1"
+
+    with pytest.raises(CheckpointError, match=r"its config cannot be used: TypeError") as caught:
+        open_checkpoint(folder, families=[ModelFamily("llama", spec)])
+    assert str(folder) in str(caught.value)
 
 
 def test_no_memory_is_taken_for_a_header_that_lies(folder: Path) -> None:

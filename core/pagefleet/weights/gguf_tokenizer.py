@@ -106,10 +106,8 @@ def _byte_level_bpe(path: Path, metadata: Mapping[str, Any], tokens: list[str]) 
     fast.pre_tokenizer, fast.decoder = _pre_tokenizer(_SPLITS[rule]), decoders.ByteLevel()
     if _SPLITS[rule] == _QWEN2:
         fast.normalizer = normalizers.NFC()
-    stated = "tokenizer.ggml.token_type" in metadata
-    _add_whole_tokens(
-        fast, tokens, _numbers(path, metadata, "tokenizer.ggml.token_type", len(tokens)) if stated else []
-    )
+    key = "tokenizer.ggml.token_type"
+    _add_whole_tokens(fast, tokens, _numbers(path, metadata, key, len(tokens)) if key in metadata else [])
     return fast
 
 

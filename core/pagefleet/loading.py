@@ -53,7 +53,12 @@ def load_engine(config: EngineConfig) -> TextEngine:
 
 
 def _load_backend(info: BackendInfo, index: int) -> Backend:
-    backend = info.load(index)
+    try:
+        backend = info.load(index)
+    except BackendError:
+        raise
+    except Exception as error:  # of the plugin, whose own words may not say where they come from
+        raise BackendError(f"backend {info.name!r} failed to load: {type(error).__name__}: {error}") from error
     if not isinstance(backend, Backend):
         raise BackendError(
             f"backend {info.name!r}: its load({index}) returned {backend!r:.80}, no pagefleet.backend.Backend; that is "

@@ -208,8 +208,10 @@ class TextEngine:
             ids = self.tokenizer.encode(text)
         if not _are_token_ids(ids) or not isinstance(text, str | None):
             raise InvalidRequest(f"a prompt must be text or a list of token ids, got {repr(prompt)[:80]}")
-        if not isinstance(salt, str | None) or not _is_unicode(salt or ""):
-            raise InvalidRequest(f"cache_salt must be a string of valid characters, got {salt!r:.80}")
+        if not isinstance(salt, str | None):
+            raise InvalidRequest(f"cache_salt must be a string, got {salt!r:.80}")
+        if not _is_unicode(salt or ""):
+            raise InvalidRequest(f"cache_salt must have no lone surrogates, got {salt!r:.80}")
         if len(ids) == 0:
             raise InvalidRequest("the prompt is empty: it must have at least one token")
         if len(ids) >= self.max_model_len:

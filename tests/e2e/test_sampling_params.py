@@ -30,7 +30,7 @@ def llm(smollm2: Path) -> Iterator[LLM]:
 def tiny(tiny_checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
     """A model of two layers, in steps of at most 16 tokens: most prompts here are run in chunks."""
     sizes = {"num_blocks": 128, "max_model_len": 200, "max_num_batched_tokens": 16, "block_size": 8}
-    with LLM(str(tiny_checkpoint("llama")), device="cpu", **sizes) as llm:
+    with LLM(str(tiny_checkpoint("llama")), device="cpu", max_logprobs=-1, **sizes) as llm:
         yield llm
 
 

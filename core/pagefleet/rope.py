@@ -205,7 +205,8 @@ _Frequencies = tuple["NDArray[np.float32]", float]
 def _powers(spec: RopeSpec, base: float | NDArray[np.float32]) -> NDArray[np.float32]:
     """base ** (2i / rotary_dim) in float32; [n, rotary_dim // 2] for a `base` of [n, 1]."""
     exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
-    powers: NDArray[np.float32] = np.power(np.asarray(base, np.float32), exponents, dtype=np.float32)
+    # in double precision, then rounded: a processor's own float32 power may be off by a unit in the last place
+    powers: NDArray[np.float32] = np.power(np.asarray(base, np.float32), exponents, dtype=np.float64).astype(np.float32)
     return powers
 
 

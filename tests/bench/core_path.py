@@ -29,7 +29,8 @@ def trace(llm: LLM) -> set[CodeType]:
     ran: set[CodeType] = set()
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(ROOTS):
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED  # and no module or class, being imported just now
+        if event == "call" and is_function and frame.f_code.co_filename.startswith(ROOTS):
             ran.add(frame.f_code)
 
     threading.setprofile_all_threads(watch) if sys.version_info >= (3, 12) else threading.setprofile(watch)

@@ -45,7 +45,7 @@ def load_engine(config: EngineConfig) -> TextEngine:
         backend = _load_backend(info, index)
         try:
             name = info.name if index == 0 else f"{info.name}:{index}"
-            return _start(config, checkpoint, tokenizer, backend, name)
+            return _start(config, checkpoint, tokenizer, backend, name, info.probe().evidence)
         except BaseException:
             with suppress(Exception):  # the first error is the one to report
                 backend.close()
@@ -68,7 +68,7 @@ def _load_backend(info: BackendInfo, index: int) -> Backend:
 
 
 def _start(
-    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend, name: str
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend, name: str, evidence: str
 ) -> TextEngine:
     dtype = _choose_dtype(config, checkpoint, backend.traits, name)
     block = _one_block(config, checkpoint.spec, backend.traits, dtype)
@@ -80,7 +80,7 @@ def _start(
     backend.warm_up()
     max_len = min(spec.max_position_embeddings, layout.num_blocks * layout.block_size)
     facts = {
-        "backend": name,
+        "backend": f"{name}: {evidence}",
         "model": f"{spec.model_type}, {spec.num_parameters:,} parameters, {config.model}",
         "dtype": dtype,
         "KV cache": f"{layout.num_blocks} blocks of {layout.block_size} tokens, {layout.num_bytes / 2**20:.0f} MiB",

@@ -29,8 +29,8 @@ def test_two_engines_on_two_backends_take_turns_and_return_the_same_tokens(
     options = {"num_blocks": 256, "dtype": "float32"}
     model = str(tiny_checkpoint(variant))
     with LLM(model, device="cpu", **options) as cpu, LLM(model, device="numpy", plugins=("numpy",), **options) as other:
-        assert "backend: cpu" in cpu.explain()
-        assert "backend: numpy" in other.explain()
+        assert "backend: cpu: " in cpu.explain(), "which device"
+        assert "backend: numpy: numpy runs on any host" in other.explain(), "and why"
         results: dict[str, dict[str, list[int]]] = {"cpu": {}, "numpy": {}}
         streams = {"cpu": cpu.stream(prompts(), PARAMS), "numpy": other.stream(prompts(), PARAMS)}
         turns = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pagefleet.rope import RopeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,6 @@ class ModelSpec:
     tensors: Mapping[str, TensorSpec] = field(repr=False)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-
-    def layer_tensors(self, layer: int) -> Iterator[str]:
-        """Names of one layer's parameters, without the `layers.{i}.` prefix."""
-        prefix = f"layers.{layer}."
-        return (name.removeprefix(prefix) for name in self.tensors if name.startswith(prefix))
 
     @property
     def num_parameters(self) -> int:

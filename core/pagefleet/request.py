@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -100,6 +100,19 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+
+    def child(self, request_id: str, output_token_ids: list[int]) -> Request:
+        """A request like this one that has not run yet, with these tokens generated already."""
+        return replace(
+            self,
+            request_id=request_id,
+            output_token_ids=list(output_token_ids),
+            metrics=replace(self.metrics),
+            block_hashes=[],
+            row=-1,
+            finish_reason=None,
+            stop_reason=None,
+        )
 
     @property
     def finished(self) -> bool:

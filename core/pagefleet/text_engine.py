@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -94,16 +93,7 @@ class TextEngine:
         names = count(1)
 
         def child(parent: Request) -> Request:
-            return replace(
-                root,
-                request_id=f"{root.request_id}/{next(names)}",
-                output_token_ids=list(parent.output_token_ids),
-                metrics=replace(root.metrics),
-                block_hashes=[],
-                row=-1,
-                finish_reason=None,
-                stop_reason=None,
-            )
+            return root.child(f"{root.request_id}/{next(names)}", parent.output_token_ids)
 
         sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=True)
         root = self._request(str(next(self._ids)), token_ids, sampling, 0, [])

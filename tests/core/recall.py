@@ -7,7 +7,6 @@ its row reads back through the block table, so the right answer is known without
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -158,16 +157,7 @@ def make_beam_search(
     root = make_request(request_id, prompt, params.max_tokens, **fields)
 
     def child(parent: Request) -> Request:
-        return replace(
-            root,
-            request_id=f"{request_id}/{next(names)}",
-            output_token_ids=list(parent.output_token_ids),
-            metrics=replace(root.metrics),
-            block_hashes=[],
-            row=-1,
-            finish_reason=None,
-            stop_reason=None,
-        )
+        return root.child(f"{request_id}/{next(names)}", parent.output_token_ids)
 
     root.beam = BeamSearch(params, eos_ids, child)
     root.beam.live.append(root)

@@ -34,8 +34,8 @@ format: $(VENV)/.dev  ## let ruff fix what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(VENV)/.model  ## throughput and latency of a synthetic workload (BENCH_ARGS=... as of `pagefleet bench`)
-	$(VENV)/bin/pagefleet bench $(DEMO_MODEL) $(BENCH_ARGS)
+bench: $(VENV)/.model  ## fixed workloads, rooflines, static batching (BENCH_ARGS="--against llama.cpp --repeat 5", say)
+	$(VENV)/bin/pagefleet bench $(DEMO_MODEL) --suite $(BENCH_ARGS)
 
 build: $(VENV)/.dev  ## kernels of TARGET_DEVICE ahead of time, if it has any, then the wheel in dist/
 	@test -n "$(TARGET_DEVICE)" -a -d backends/pagefleet_$(TARGET_DEVICE) || \

@@ -9,12 +9,17 @@ from pathlib import Path
 from pagefleet.backend import Backend, BackendInfo, DeviceInfo, Probe, Traits
 from pagefleet.hookspecs import hookimpl
 
-TRAITS = Traits(
-    dtypes=("float32", "bfloat16", "float16"),
+DTYPES = ("float32", "bfloat16", "float16")
+TRAITS = Traits(  # with the compiled kernels
+    dtypes=DTYPES,
     copies_blocks=True,
     exchanges_blocks=True,
-    batch_invariant=("float32", "bfloat16", "float16"),
-    token_multiple=8,
+    batch_invariant=DTYPES,
+    weight_formats=("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "int8"),
+    kv_dtypes=(*DTYPES, "int8"),
+)
+PLAIN_TRAITS = Traits(  # without them
+    dtypes=DTYPES, copies_blocks=True, exchanges_blocks=True, batch_invariant=DTYPES, token_multiple=8
 )
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import torch
 
-from pagefleet.backend import BackendError
+from pagefleet.backend import BackendError, Traits
 from pagefleet.torch_runner.backend import TorchBackend
-from pagefleet_cpu import TRAITS
+from pagefleet.torch_runner.ops import Ops
+from pagefleet_cpu import PLAIN_TRAITS, TRAITS
 from pagefleet_cpu.ops import CpuOps
+from pagefleet_cpu.plain import PlainOps
+from pagefleet_kernels import cpu as kernels
 
 MAX_KV_BYTES = 4 << 30  # more is taken only if asked for: a host has other work
 
@@ -20,14 +23,20 @@ class CpuBackend(TorchBackend):
     def __init__(self, index: int = 0) -> None:
         if index:
             raise BackendError(f"cpu:{index}: the host's processors are one device; use cpu or cpu:0")
-        _ask_for_strict_products()
-        traits = TRAITS if _products_are_invariant() else replace(TRAITS, batch_invariant=())
-        super().__init__("cpu", CpuOps(), traits)
+        super().__init__("cpu", *_choose_ops())
 
     def kv_budget(self) -> int | None:
         """Half of the memory that is free and within the control group's limit, at most `MAX_KV_BYTES`."""
         free = [size for size in (_available_memory(), _control_group_memory()) if size is not None]
         return min(*free, 2 * MAX_KV_BYTES) // 2 if free else None
+
+
+def _choose_ops() -> tuple[Ops, Traits]:
+    """The compiled kernels where they were built; else torch's products, as invariant as this processor has them."""
+    if kernels.LIBRARY.is_file():
+        return CpuOps(kernels.load()), TRAITS
+    _ask_for_strict_products()
+    return PlainOps(), PLAIN_TRAITS if _products_are_invariant() else replace(PLAIN_TRAITS, batch_invariant=())
 
 
 def _ask_for_strict_products() -> None:

@@ -1,30 +1,182 @@
-"""The CPU's own ops: half-width weights are multiplied in float32, widened a strip at a time.
+"""The CPU's ops: every one of a decoder's served by a compiled kernel of `pagefleet_kernels.cpu`.
 
-torch's own half-width product adds in an order that depends on the number of rows (oneDNN, AMX), or is 2 to 5 times
-slower than this (a processor without bfloat16). What is given up: where there is AMX, its speed in prefill.
+A result's bits do not depend on the batch: each row is summed in one order, by whichever thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import cast
+
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from pagefleet.torch_runner.ops import ReferenceOps, op
+from pagefleet.backend import ForwardBatch, HostTensor, KVLayout
+from pagefleet.model import ModelSpec
+from pagefleet.torch_runner.host_tensors import bits, dense
+from pagefleet.torch_runner.layer import Layer, Norms, Weight
+from pagefleet.torch_runner.ops import Ops, op
+from pagefleet.torch_runner.plan import BatchPlan
+from pagefleet_kernels.cpu import PANEL, CpuKernels, PackedWeight
 
-STRIP = 1 << 20  # weights widened at a time: 4 MiB of float32 stay in the second-level cache
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "int8")  # formats multiplied in their own bits
+STRIP = 128  # rows that are packed at a time, a multiple of PANEL
+CPU = torch.device("cpu")
 
 
-class CpuOps(ReferenceOps):
-    tile_bytes = 1 << 20  # what the second-level cache holds
+@dataclass(frozen=True, slots=True)
+class CpuPlan(BatchPlan):
+    """The batch's arrays, as the kernels read them. All int32."""
+
+    slots: Tensor  # [T]
+    block_tables: Tensor  # [R, B]
+    query_starts: Tensor  # [R + 1]
+    seq_lens: Tensor  # [R]
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class MixedWeight:
+    """Matrices of several formats below each other: a file may quantise q, k and v differently."""
+
+    parts: tuple[PackedWeight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+class CpuOps(Ops):
+    vector_dtype = torch.float32
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def pack(self, parts: Sequence[HostTensor], dtype: torch.dtype, device: torch.device) -> Weight:
+        dense_format = str(dtype).removeprefix("torch.")
+
+        def format_of(part: HostTensor) -> str:
+            return part.dtype if part.dtype in QUANTISED else dense_format
+
+        packed = [self._pack(format, list(group), dtype) for format, group in groupby(parts, format_of)]
+        return packed[0] if len(packed) == 1 else MixedWeight(tuple(packed))
+
+    def _pack(self, format: str, parts: list[HostTensor], dtype: torch.dtype) -> PackedWeight:
+        """A strip at a time, so that loading needs little more than the packed weight."""
+        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        weight = self.kernels.empty_weight(format, outputs, inputs)
+        for start in range(0, outputs, STRIP):
+            strip = list(_rows(parts, start, start + STRIP))
+            rows = torch.cat([bits(part) for part in strip]) if format in QUANTISED else dense(strip, dtype, CPU)
+            self.kernels.pack_rows(weight, start, rows)
+        return weight
+
+    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
+        arrays = (batch.slots, batch.block_tables, batch.query_starts, batch.seq_lens)
+        return CpuPlan(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays), layout.head_dim)
 
     @op
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if weight.dtype == torch.float32:
-            return functional.linear(x, weight, bias)
-        out = x.new_empty(len(x), len(weight))
-        wide = x.float()
-        rows = max(1, STRIP // weight.shape[1])
-        for strip, part in zip(weight.split(rows), out.split(rows, 1), strict=True):
-            part.copy_(functional.linear(wide, strip.float()))
-        return out if bias is None else out.add_(bias)
+    def embed(self, tokens: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+        return self.kernels.gather(tokens, weight, dtype)
+
+    @op
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, PackedWeight):
+            return self.kernels.linear(x, weight, bias)
+        biases = [None] * len(weight.parts) if bias is None else bias.split([part.shape[0] for part in weight.parts])
+        parts = zip(weight.parts, biases, strict=True)
+        return torch.cat([self.kernels.linear(x, part, own) for part, own in parts], 1)
+
+    @op
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        return self.kernels.logits(x, weight)
+
+    @op
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        if isinstance(weight, PackedWeight) and weight.shape[0] % (2 * PANEL) == 0:  # both halves are panels
+            return self.kernels.linear(x, weight, bias, activation)
+        return self.kernels.gate(self.linear(x, weight, bias), activation)
+
+    @op
+    def add_rms_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self.kernels.norm(x, residual, weight, eps), residual
+
+    @op
+    def rope_and_write(
+        self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: BatchPlan
+    ) -> Tensor:
+        own = cast("CpuPlan", plan)
+        if norms is None:
+            return self.kernels.rope(qkv, rotary, own.slots, cache, own.head_dim)
+        return self.kernels.rope(
+            qkv, rotary, own.slots, cache, own.head_dim, q_norm=norms.q, k_norm=norms.k, eps=norms.eps
+        )
+
+    @op
+    def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
+        own = cast("CpuPlan", plan)
+        return self.kernels.attention(
+            q, cache, own.block_tables, own.query_starts, own.seq_lens, own.head_dim, scale, window=window
+        )
+
+    @op
+    def layer(
+        self,
+        residual: Tensor,
+        x: Tensor | None,
+        layer: Layer,
+        model: ModelSpec,
+        window: int | None,
+        rotary: Tensor,
+        cache: Tensor,
+        plan: BatchPlan,
+    ) -> tuple[Tensor, Tensor]:
+        """In one call, if the weights are whole panels of one format each: what is between the kernels costs, too."""
+        matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        if not all(isinstance(matrix, PackedWeight) for matrix in matrices) or model.intermediate_size % PANEL:
+            return super().layer(residual, x, layer, model, window, rotary, cache, plan)
+        own, norms = cast("CpuPlan", plan), layer.qk_norms
+        x = self.kernels.layer(
+            residual,
+            x,
+            attn_norm=layer.attn_norm,
+            qkv=layer.qkv,
+            qkv_bias=layer.qkv_bias,
+            q_norm=norms and norms.q,
+            k_norm=norms and norms.k,
+            o=layer.o,
+            o_bias=layer.o_bias,
+            mlp_norm=layer.mlp_norm,
+            gate_up=layer.gate_up,
+            gate_up_bias=layer.gate_up_bias,
+            down=layer.down,
+            down_bias=layer.down_bias,
+            rotary=rotary,
+            slots=own.slots,
+            block_tables=own.block_tables,
+            query_starts=own.query_starts,
+            seq_lens=own.seq_lens,
+            cache=cache,
+            head_dim=model.head_dim,
+            activation=model.activation,
+            window=window,
+            eps=model.norm_eps,
+            scale=model.attention_scale,
+        )
+        return residual, x
+
+
+def _rows(parts: Sequence[HostTensor], start: int, stop: int) -> Iterator[HostTensor]:
+    """Rows start:stop of `parts` below each other."""
+    for part in parts:
+        if start < part.shape[0] and stop > 0:
+            yield part.rows(max(start, 0), min(stop, part.shape[0]))
+        start, stop = start - part.shape[0], stop - part.shape[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -39,7 +39,7 @@ __all__ = [
     "WeightSource",
 ]
 
-CONTRACT_VERSION = "1.0"
+CONTRACT_VERSION = "1.1"
 """Semantic version of this module: a plugin states the range it supports, see `BackendInfo.contract`."""
 
 
@@ -72,7 +72,7 @@ class Probe:
 class Traits:
     """What a backend can do. Every field has the default of the simplest possible device."""
 
-    dtypes: tuple[str, ...] = ("float32",)  # of weights, activations and KV; the first is the default
+    dtypes: tuple[str, ...] = ("float32",)  # of dense weights, activations and KV; the first is the default
     block_sizes: tuple[int, ...] | None = None  # KV block sizes it can page; None: any
     asynchronous: bool = False  # forward() and sample() return before the device is done
     gathers_tokens: bool = False  # resolves token ids < 0 itself (see ForwardBatch.token_ids)
@@ -80,6 +80,8 @@ class Traits:
     exchanges_blocks: bool = False  # export_blocks() and import_blocks() may be called
     batch_invariant: tuple[str, ...] = ()  # dtypes in which a row's logits do not depend on its batch, bit for bit
     token_multiple: int = 1  # forward() is handed T and L padded to a multiple of this
+    weight_formats: tuple[str, ...] = ()  # quantised formats of `HostTensor` that it multiplies in their own bits
+    kv_dtypes: tuple[str, ...] = ()  # what `KVLayout.dtype` may be instead of the dtype of load()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,10 @@ class BackendInfo:
 class HostTensor:
     """One checkpoint tensor, still in its file: shape, format and (memory-mapped) bytes.
 
-    `dtype` is a safetensors name in lower case (`"float32"`, `"bfloat16"`, `"float16"`) or a ggml type
-    (`"Q4_1"`); a quantised tensor keeps its own bits in `data`, row after row.
+    `dtype` is a safetensors name in lower case (`"float32"`, `"bfloat16"`, `"float16"`), a ggml type (`"Q4_1"`), or
+    `"int8"`; a quantised tensor keeps its own bits in `data`, row after row. A row of `"int8"` is its float32 scale,
+    then as many int8 values. A backend keeps the formats that it named in `Traits.weight_formats`; others it
+    dequantises.
     """
 
     name: str
@@ -110,6 +114,12 @@ class HostTensor:
     shape: tuple[int, ...]
     data: NDArray[np.uint8]  # [nbytes], read-only
     dequantise: Callable[[HostTensor], NDArray[np.float32]] | None = None
+
+    def rows(self, start: int, stop: int) -> HostTensor:
+        """Rows start:stop of it, where they lie."""
+        row_bytes = len(self.data) // self.shape[0]
+        data = self.data[start * row_bytes : stop * row_bytes]
+        return replace(self, shape=(stop - start, *self.shape[1:]), data=data)
 
     def numpy(self) -> NDArray[np.float32]:
         """The values as float32, in `shape` (a copy unless the file holds float32)."""
@@ -136,9 +146,11 @@ class KVLayout:
     """The paged KV cache: `num_blocks` blocks of `block_size` token slots in every layer.
 
     Slot `s` is token `s % block_size` of block `s // block_size`. A slot that no token was written to may hold
-    anything, NaN included, which must not reach a result. `dtype` is that of `Backend.load`.
+    anything, NaN included, which must not reach a result. `dtype` is that of `Backend.load`, or one that the backend
+    named in `Traits.kv_dtypes`. A row (one head of one key or value) is `row_size` elements of it: `head_dim` values,
+    and in int8 four more, the bytes of the float32 scale that the values are multiplied with.
 
-    The exchange form of n blocks is an array [n, num_layers, 2 (key, value), block_size, num_kv_heads, head_dim] of
+    The exchange form of n blocks is an array [n, num_layers, 2 (key, value), block_size, num_kv_heads, row_size] of
     `dtype` (bfloat16 as its uint16 bits); keys as they are attended to, after their norm and RoPE.
     """
 
@@ -150,10 +162,15 @@ class KVLayout:
     dtype: str
 
     @property
+    def row_size(self) -> int:
+        """Elements of one head of one key or value."""
+        return self.head_dim + (4 if self.dtype == "int8" else 0)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all blocks, keys and values of every layer."""
-        itemsize = 4 if self.dtype == "float32" else 2
-        return self.num_blocks * 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * itemsize
+        itemsize = {"float32": 4, "int8": 1}.get(self.dtype, 2)
+        return self.num_blocks * 2 * self.num_layers * self.block_size * self.num_kv_heads * self.row_size * itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +237,10 @@ class Backend(ABC):
 
     @abstractmethod
     def load(self, model: ModelSpec, weights: WeightSource, dtype: str) -> None:
-        """Take every tensor of `model.tensors` from `weights`, in `dtype` (one of `traits.dtypes`)."""
+        """Take every tensor of `model.tensors` from `weights`, and compute in `dtype` (one of `traits.dtypes`).
+
+        A tensor that comes in one of `traits.weight_formats` is kept as it is; every other one becomes `dtype`.
+        """
 
     @abstractmethod
     def allocate_kv(self, layout: KVLayout) -> None:

@@ -15,9 +15,10 @@ import typer
 from typer.core import TyperGroup
 
 from pagefleet._version import __version__
+from pagefleet.cli_bench import bench
+from pagefleet.cli_options import Device, Dtype, Model, Seed, Settings, Temperature, TopK, TopP, load_llm
 
 if TYPE_CHECKING:
-    from pagefleet.llm import LLM
     from pagefleet.request import RequestOutput
     from pagefleet.sampling_params import SamplingParams
 
@@ -71,24 +72,6 @@ def options(
     if verbose:
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("pagefleet").setLevel(logging.INFO)
-
-
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local folder, a GGUF file or a hub name.")]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", "-d", help="Backend to use, NAME or NAME:INDEX. Default: TARGET_DEVICE, or auto."),
-]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16: of weights, activations and KV cache.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="FIELD=VALUE", help="Any other engine setting, as in --set max_num_seqs=64. Repeatable."
-    ),
-]
-Temperature = Annotated[float | None, typer.Option(help="0: always the most likely token. Default: 1.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this probability. Default: 1.")]
-TopK = Annotated[int | None, typer.Option(help="Keep this many of the most likely tokens. Default: all.")]
-Seed = Annotated[int | None, typer.Option(help="Makes the draws of a request repeatable.")]
 
 
 @app.command()
@@ -152,7 +135,7 @@ def generate(
         stop=stop,
         seed=seed,
     )
-    llm = _load(model, device, dtype, settings)
+    llm = load_llm(model, device, dtype, settings)
     if stream:
         outputs = _print_streams(llm.stream(given, params))
     else:
@@ -184,7 +167,7 @@ def chat(
     if sys.stdin is None:
         raise ValueError("stdin is closed: chat reads from it what you say")
     params = _sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    llm = _load(model, device, dtype, settings)
+    llm = load_llm(model, device, dtype, settings)
     start = [{"role": "system", "content": system}] if system else []
     messages, failed = list(start), False
     for line in _lines_typed("/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."):
@@ -203,62 +186,10 @@ def chat(
         raise typer.Exit(1)
 
 
-@app.command()
-def bench(
-    model: Model,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all there from the start.")] = 32,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, drawn at random.")] = 128,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens generated for each.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    settings: Settings = None,
-) -> None:
-    """Measure throughput and latency.
-
-    All requests are there from the start: time to first token includes the wait for a place in the batch.
-    """
-    from pagefleet.bench import Workload, run, table
-
-    workload = Workload(num_prompts=num_prompts, input_len=input_len, output_len=output_len, seed=seed)
-    result = run(_load(model, device, dtype, settings), workload)
-    if as_json:
-        typer.echo(json.dumps(asdict(workload) | asdict(result)))
-    else:
-        from rich.console import Console
-
-        Console().print(table(workload, result))
+app.command()(bench)
 
 
 # -- in ----------------------------------------------------------------------------------------------------
-
-
-def _load(model: str, device: str | None, dtype: str, settings: list[str] | None) -> LLM:
-    fields = dict(_setting(text) for text in settings or ())
-    from pagefleet.llm import LLM
-
-    return LLM(model=model, device=device, dtype=dtype, **fields)
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """`FIELD=VALUE` with VALUE as JSON has it, or as plain text; for a list of names, with commas between them."""
-    from dataclasses import fields
-
-    from pagefleet.config import EngineConfig
-
-    name, equals, value = text.partition("=")
-    known = {f.name: str(f.type) for f in fields(EngineConfig) if f.name not in ("model", "device", "dtype")}
-    if not equals or name not in known:
-        raise ValueError(f"--set {text!r}: must be FIELD=VALUE with FIELD one of {', '.join(known)}")
-    if known[name].startswith("str"):
-        return name, value
-    if known[name].startswith("tuple"):
-        return name, tuple(each.strip() for each in value.split(",") if each.strip())
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
 
 
 def _sampling(**options: Any) -> SamplingParams:

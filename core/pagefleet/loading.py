@@ -16,10 +16,10 @@ from pagefleet.scheduler import Scheduler
 from pagefleet.table import RunningTable, blocks_for
 from pagefleet.text_engine import TextEngine
 from pagefleet.tokenizer import load_tokenizer
-from pagefleet.weights import open_checkpoint
+from pagefleet.weights import DenseWeights, Int8Weights, open_checkpoint
 
 if TYPE_CHECKING:
-    from pagefleet.backend import BackendInfo, Traits
+    from pagefleet.backend import BackendInfo, Traits, WeightSource
     from pagefleet.config import EngineConfig
     from pagefleet.model import ModelSpec
     from pagefleet.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def _start(
     dtype = _choose_dtype(config, checkpoint, backend.traits, name)
     block = _one_block(config, checkpoint.spec, backend.traits, dtype)
     spec = _fit_length(config, checkpoint.spec, block)
-    backend.load(spec, checkpoint, dtype)
+    backend.load(spec, _choose_form(config, checkpoint), dtype)
     checkpoint.close()
     layout = _size_cache(config, spec, block, backend)
     backend.allocate_kv(layout)
@@ -82,8 +82,9 @@ def _start(
     facts = {
         "backend": f"{name}: {evidence}",
         "model": f"{spec.model_type}, {spec.num_parameters:,} parameters, {config.model}",
-        "dtype": dtype,
-        "KV cache": f"{layout.num_blocks} blocks of {layout.block_size} tokens, {layout.num_bytes / 2**20:.0f} MiB",
+        "dtype": dtype + _describe_weights(config, checkpoint, backend.traits),
+        "KV cache": f"{layout.num_blocks} blocks of {layout.block_size} tokens in {layout.dtype}, "
+        f"{layout.num_bytes / 2**20:.0f} MiB",
         "max_model_len": str(max_len),
     }
     logger.info("%s", "; ".join(f"{name}: {value}" for name, value in facts.items()))
@@ -118,9 +119,9 @@ def _fit_length(config: EngineConfig, spec: ModelSpec, block: KVLayout) -> Model
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, traits: Traits, name: str) -> str:
-    """What the user asks for; else the checkpoint's own dtype, if the device has it; else the device's first."""
+    """What to compute in: as the user asks; else as stored, if the device has that; else the device's first."""
     dtype = config.dtype
-    if dtype == "auto":
+    if dtype in ("auto", "int8"):
         stored = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
         dtype = stored if stored in traits.dtypes else traits.dtypes[0]
     if dtype not in traits.dtypes:
@@ -133,12 +134,33 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, traits: Traits, 
     return dtype
 
 
+def _choose_form(config: EngineConfig, checkpoint: Checkpoint) -> WeightSource:
+    """The tensors as the user wants them kept: as stored, quantised, or dense in the dtype that was named."""
+    match config.dtype:
+        case "auto":
+            return checkpoint
+        case "int8":
+            return Int8Weights(checkpoint)
+        case _:
+            return DenseWeights(checkpoint)
+
+
+def _describe_weights(config: EngineConfig, checkpoint: Checkpoint, traits: Traits) -> str:
+    formats = {"auto": checkpoint.formats, "int8": ("int8",)}.get(config.dtype, ())
+    kept = [name for name in formats if name in traits.weight_formats]
+    return f", weights in {' and '.join(kept)}" if kept else ""
+
+
 def _one_block(config: EngineConfig, spec: ModelSpec, traits: Traits, dtype: str) -> KVLayout:
     """The layout of a cache of one block."""
     sizes = traits.block_sizes
     if sizes is not None and config.block_size not in sizes:
         raise ConfigError(f"block_size is {config.block_size}; this backend pages {', '.join(map(str, sizes))}")
-    return KVLayout(spec.num_layers, 1, config.block_size, spec.num_kv_heads, spec.head_dim, dtype)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    if kv_dtype not in (dtype, *traits.kv_dtypes):
+        able = ", ".join(dict.fromkeys((dtype, *traits.kv_dtypes)))
+        raise BackendError(f"kv_cache_dtype is {kv_dtype!r}; with dtype {dtype} this backend can keep KV in: {able}")
+    return KVLayout(spec.num_layers, 1, config.block_size, spec.num_kv_heads, spec.head_dim, kv_dtype)
 
 
 def _size_cache(config: EngineConfig, spec: ModelSpec, block: KVLayout, backend: Backend) -> KVLayout:

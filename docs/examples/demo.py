@@ -22,7 +22,7 @@ def main() -> None:
             sys.exit(f"error: {output.error}")
         print(f"Prompt: {output.prompt!r}\nGenerated text: {output.outputs[0].text!r}\n")
 
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = [{"role": "user", "content": "What is gravity?"}]
     (answer,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=60))
     print(f"User: {messages[0]['content']}\nAssistant: {answer.outputs[0].text}")
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pagefleet.backend import Backend, ForwardBatch, KVLayout
 from pagefleet.plugins import Plugins
-from pagefleet.weights import open_checkpoint
+from pagefleet.weights import DenseWeights, open_checkpoint
 
 VOCAB_SIZE = 256
 TINY: dict[str, Any] = {
@@ -111,24 +111,27 @@ def reference() -> Iterator[Callable[[Path], Any]]:
 
 @pytest.fixture(scope="session")
 def raw_logits() -> Callable[..., NDArray[np.float32]]:
-    """(path, token ids, chunk) -> logits [n, vocab_size] of every token, from the CPU backend without an engine."""
+    """(path, token ids, chunk) -> logits [n, vocab_size] of every token, from the CPU backend without an engine.
+
+    In float32; with `dense=False`, a quantised file's weights keep their bits.
+    """
     block_size = 16
 
     @cache
-    def load(path: Path) -> tuple[Backend, int]:
+    def load(path: Path, dense: bool) -> tuple[Backend, int]:
         info, index = Plugins(()).select("cpu")
         backend = info.load(index)
         with open_checkpoint(path) as checkpoint:
             spec = checkpoint.spec
-            backend.load(spec, checkpoint, "float32")
+            backend.load(spec, DenseWeights(checkpoint) if dense else checkpoint, "float32")
         num_blocks = 512 // block_size
         backend.allocate_kv(
             KVLayout(spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, "float32")
         )
         return backend, num_blocks
 
-    def run(path: Path, token_ids: list[int], chunk: int) -> NDArray[np.float32]:
-        backend, num_blocks = load(path)
+    def run(path: Path, token_ids: list[int], chunk: int, dense: bool = True) -> NDArray[np.float32]:
+        backend, num_blocks = load(path, dense)
         tables = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # any order will do
         parts = []
         for start in range(0, len(token_ids), chunk):

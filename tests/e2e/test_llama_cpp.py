@@ -25,6 +25,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pagefleet import LLM, SamplingParams
+from pagefleet_kernels import cpu as kernels
 
 cyllama = pytest.importorskip(
     "cyllama.llama.llama_cpp", reason="llama.cpp comes with cyllama: pip install --no-deps cyllama==0.2.18"
@@ -101,18 +102,21 @@ class Agreement:
         )
 
 
-def agreement(path: Path, raw_logits: Callable[..., Array]) -> Agreement:
+def agreement(path: Path, raw_logits: Callable[..., Array], dtype: str = "float32") -> Agreement:
     theirs = LlamaCpp(path)
     sequences = [theirs.encode(text) for text in TEXTS]
     with LLM(
-        str(path), device="cpu", plugins=(), dtype="float32", max_model_len=256, kv_cache_memory_bytes=64 << 20
+        str(path), device="cpu", plugins=(), dtype=dtype, max_model_len=256, kv_cache_memory_bytes=64 << 20
     ) as llm:
         assert sequences == [llm.get_tokenizer().encode(text, add_special_tokens=False) for text in TEXTS]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         outputs = llm.generate(sequences, params, use_tqdm=False)
     errors, api_errors, divergences, same = [], [], [], []
     for token_ids, output in zip(sequences, outputs, strict=True):
-        p, q = (log_softmax(logits[:-1]) for logits in (raw_logits(path, token_ids, 256), theirs.logits(token_ids)))
+        p, q = (
+            log_softmax(logits[:-1])
+            for logits in (raw_logits(path, token_ids, 256, dtype != "auto"), theirs.logits(token_ids))
+        )
         actual = np.arange(len(p)), token_ids[1:]
         scored = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
         errors.append(np.abs(p[actual] - q[actual]))
@@ -177,4 +181,16 @@ def test_log_probs_agree_with_llama_cpp_on_the_quantised_file(smollm2: Path, raw
     assert result.max_logprob_error <= 1.0, result
     assert result.mean_divergence <= 0.008, result
     assert result.max_divergence <= 0.06, result
+    assert result.same_best >= 0.92, result
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not kernels.LIBRARY.is_file(), reason="without the CPU kernels quantised weights are dequantised")
+def test_log_probs_agree_with_llama_cpp_when_both_multiply_the_files_own_bits(
+    smollm2: Path, raw_logits: Callable[..., Array]
+) -> None:
+    result = agreement(smollm2, raw_logits, dtype="auto")
+    print(result)
+    assert result.max_logprob_error <= 1.0, result
+    assert result.mean_logprob_error <= 0.12, result
     assert result.same_best >= 0.92, result

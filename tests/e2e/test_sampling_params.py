@@ -22,7 +22,7 @@ WORDS = "t5 t6 t7 t8 t9"  # a prompt of the tiny model
 
 @pytest.fixture(scope="module")
 def llm(smollm2: Path) -> Iterator[LLM]:
-    with LLM(str(smollm2), device="cpu", kv_cache_memory_bytes=64 << 20, max_model_len=512) as llm:
+    with LLM(str(smollm2), device="cpu", dtype="float32", kv_cache_memory_bytes=64 << 20, max_model_len=512) as llm:
         yield llm
 
 

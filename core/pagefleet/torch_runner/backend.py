@@ -23,7 +23,7 @@ class TorchBackend(Backend):
 
     _decoder: Decoder
     _layout: KVLayout
-    _kv: Tensor  # [num_layers, 2 (key, value), num_blocks + 1, num_kv_heads, block_size, head_dim]
+    _kv: Tensor  # [num_layers, 2 (key, value), num_blocks + 1, num_kv_heads, block_size, row_size]
 
     def __init__(self, device: str, ops: Ops, traits: Traits) -> None:
         self.device = torch.device(device)
@@ -32,13 +32,13 @@ class TorchBackend(Backend):
 
     @torch.inference_mode()
     def load(self, model: ModelSpec, weights: WeightSource, dtype: str) -> None:
-        loader = ParameterLoader(model, weights, self.device, self._torch_dtype(dtype))
+        loader = ParameterLoader(model, weights, self.ops, self.device, self._torch_dtype(dtype))
         self._decoder = Decoder(model, loader.load(), self.ops)
 
     @torch.inference_mode()
     def allocate_kv(self, layout: KVLayout) -> None:
-        shape = (layout.num_layers, 2, layout.num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self._kv = torch.empty(shape, dtype=self._torch_dtype(layout.dtype), device=self.device)
+        shape = (layout.num_layers, 2, layout.num_blocks + 1, layout.num_kv_heads, layout.block_size, layout.row_size)
+        self._kv = torch.empty(shape, dtype=getattr(torch, layout.dtype), device=self.device)
         self._kv[:, :, -1] = 0  # padding points here; the host takes memory for the other blocks when they are written
         self._layout = layout
 

@@ -1,4 +1,4 @@
-"""Decoder: the forward pass of every model family, a dozen steps a layer.
+"""Decoder: the forward pass of every model family.
 
 This module knows which step follows which; how a step is computed is up to `Ops`.
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagefleet.model import ModelSpec
 from pagefleet.torch_runner.ops import Ops
-from pagefleet.torch_runner.parameters import Layer, Parameters
+from pagefleet.torch_runner.parameters import Parameters
 from pagefleet.torch_runner.plan import BatchPlan
 
 
@@ -22,29 +22,10 @@ class Decoder:
 
         tokens, positions int32 [T], logit_rows int32 [L]; `kv` has a cache for each layer, see `Ops`.
         """
-        ops, parameters, eps = self.ops, self.parameters, self.model.norm_eps
+        model, ops, parameters = self.model, self.ops, self.parameters
         rotary = parameters.rotary.index_select(0, positions)
-        residual, x = ops.embed(tokens, parameters.embed), None
-        for layer, window, cache in zip(parameters.layers, self.model.windows, kv, strict=True):
-            x, residual = ops.add_rms_norm(residual, x, layer.attn_norm, eps)
-            x = self._attention(x, layer, window, rotary, cache, plan)
-            x, residual = ops.add_rms_norm(residual, x, layer.mlp_norm, eps)
-            x = self._mlp(x, layer)
-        x, _ = ops.add_rms_norm(residual, x, parameters.norm, eps)
-        return ops.linear(x.index_select(0, logit_rows), parameters.head, None).float()
-
-    def _attention(
-        self, x: Tensor, layer: Layer, window: int | None, rotary: Tensor, cache: Tensor, plan: BatchPlan
-    ) -> Tensor:
-        model, ops = self.model, self.ops
-        qkv = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, model.head_dim)
-        qk, v = qkv.split([model.num_heads + model.num_kv_heads, model.num_kv_heads], 1)
-        if layer.qk_norm is not None:
-            qk = ops.rms_norm(qk, layer.qk_norm, model.norm_eps)
-        q = ops.rope_and_write(qk, v, rotary, cache, plan)
-        x = ops.attention(q, cache, plan, window, model.attention_scale)
-        return ops.linear(x, layer.o, layer.o_bias)
-
-    def _mlp(self, x: Tensor, layer: Layer) -> Tensor:
-        gate_up = self.ops.linear(x, layer.gate_up, layer.gate_up_bias)
-        return self.ops.linear(self.ops.gate(gate_up, self.model.activation), layer.down, layer.down_bias)
+        residual, x = ops.embed(tokens, parameters.embed, parameters.dtype), None
+        for layer, window, cache in zip(parameters.layers, model.windows, kv, strict=True):
+            residual, x = ops.layer(residual, x, layer, model, window, rotary, cache, plan)
+        x, _ = ops.add_rms_norm(residual, x, parameters.norm, model.norm_eps)
+        return ops.logits(x.index_select(0, logit_rows), parameters.head)

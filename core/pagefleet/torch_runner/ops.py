@@ -8,7 +8,7 @@ additions per token: a token's result has the same bits whatever else is in the 
   its query rows), and over at most `KEY_TILE` keys, the tiles being added one after another;
 - exp, tanh and erf, which torch computes alike wherever an element lies (silu, gelu and sigmoid it does not).
 
-This module knows tensors and where they are paged; it does not know layers or parameters.
+This module knows tensors, where they are paged, and what a layer does with them; it does not know models' files.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagefleet.backend import ForwardBatch, KVLayout
+from pagefleet.backend import ForwardBatch, HostTensor, KVLayout
 from pagefleet.model import ModelSpec
-from pagefleet.torch_runner.plan import KEY_TILE, BatchPlan, Tile, TilePlan, plan_tiles, plan_writes
+from pagefleet.torch_runner.host_tensors import dense
+from pagefleet.torch_runner.layer import Layer, Norms, Weight
+from pagefleet.torch_runner.plan import KEY_TILE, BatchPlan, Tile, TilePlan, WritePlan, plan_tiles, plan_writes
 
 ROW_MULTIPLE = 8  # query rows of a matrix product are padded to it: fewer take other kernels, with other bits
 
@@ -56,34 +58,52 @@ class Ops(ABC):
     block_size, D]; its last block is zeros and is never written.
     """
 
+    vector_dtype: torch.dtype | None = None  # of norms and biases; None: the model's
+
     def __init__(self) -> None:
         self.ledger: Counter[tuple[str, str]] = Counter()  # (op, implementation) -> calls
+
+    @abstractmethod
+    def pack(self, parts: Sequence[HostTensor], dtype: torch.dtype, device: torch.device) -> Weight:
+        """The matrices [out, in] of `parts`, below each other, as one weight of `embed`, `linear` and `logits`.
+
+        A part in a format that the ops multiply with (`Traits.weight_formats`) keeps its bits; others become `dtype`.
+        """
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
         """Whatever `rope_and_write` and `attention` want to know of a batch, worked out once a step."""
 
     @abstractmethod
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Rows of `weight` [vocab_size, hidden] for `tokens` int32 [T]: [T, hidden]."""
+    def embed(self, tokens: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """Rows of `weight` [vocab_size, hidden] for `tokens` int32 [T], in `dtype`: [T, hidden]."""
 
     @abstractmethod
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x [T, in] @ weight [out, in]^T + bias [out]: [T, out]."""
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, ..., n] / sqrt(mean(x^2) + eps) * weight [..., n], over the last dimension, in float32 inside."""
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        """x [T, in] @ weight [vocab_size, in]^T in float32: [T, vocab_size]."""
+
+    @abstractmethod
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        """activation(g) * u of [g, u] = linear(x, weight, bias): [T, out / 2]. Activations are those of `ModelSpec`."""
 
     @abstractmethod
     def add_rms_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """s = residual + x (None: 0), each [T, hidden]: (rms_norm(s), s)."""
+        """s = residual + x (None: 0), each [T, hidden]: (s / sqrt(mean(s^2) + eps) * weight, s).
+
+        In float32 inside. The memory of `residual` may be that of s afterwards.
+        """
 
     @abstractmethod
-    def rope_and_write(self, qk: Tensor, v: Tensor, rotary: Tensor, cache: Tensor, plan: BatchPlan) -> Tensor:
-        """Turn queries and keys, write keys and values to their slots, return the queries [T, H, D].
+    def rope_and_write(
+        self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: BatchPlan
+    ) -> Tensor:
+        """Normalise and turn queries and keys, write keys and values to their slots, return the queries [T, H, D].
 
-        qk [T, H + K, D], v [T, K, D]. rotary float32 [T, 2 (cos, sin), rotary_dim] has the signs of "rotate half",
+        qkv [T, H + 2 K, D]. rotary float32 [T, 2 (cos, sin), rotary_dim] has the signs of "rotate half",
         x * cos + roll(x, rotary_dim / 2) * sin; dimensions from rotary_dim on stay as they are.
         """
 
@@ -91,9 +111,28 @@ class Ops(ABC):
     def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
         """Causal attention of q [T, H, D] over its rows' cached keys, within `window` positions: [T, H * D]."""
 
-    @abstractmethod
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(g) * u of gate_up [T, 2 * n] = [g, u]: [T, n]. Activations are those of `ModelSpec`."""
+    def layer(
+        self,
+        residual: Tensor,
+        x: Tensor | None,
+        layer: Layer,
+        model: ModelSpec,
+        window: int | None,
+        rotary: Tensor,
+        cache: Tensor,
+        plan: BatchPlan,
+    ) -> tuple[Tensor, Tensor]:
+        """A decoder layer of `residual` + x, each [T, hidden]: the new residual, and the x yet to be added to it.
+
+        One op after the other, for a device that has nothing better.
+        """
+        x, residual = self.add_rms_norm(residual, x, layer.attn_norm, model.norm_eps)
+        qkv = self.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, model.head_dim)
+        q = self.rope_and_write(qkv, layer.qk_norms, rotary, cache, plan)
+        x = self.linear(self.attention(q, cache, plan, window, model.attention_scale), layer.o, layer.o_bias)
+        x, residual = self.add_rms_norm(residual, x, layer.mlp_norm, model.norm_eps)
+        x = self.gated_linear(x, layer.gate_up, layer.gate_up_bias, model.activation)
+        return residual, self.linear(x, layer.down, layer.down_bias)
 
 
 class ReferenceOps(Ops):
@@ -105,34 +144,46 @@ class ReferenceOps(Ops):
         tiles = plan_tiles(batch, model, layout, device, self.tile_bytes)
         return TilePlan(*plan_writes(batch, layout, device), tiles)
 
-    @op
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        return functional.embedding(tokens, weight)
+    def pack(self, parts: Sequence[HostTensor], dtype: torch.dtype, device: torch.device) -> Weight:
+        return dense(parts, dtype, device)
 
     @op
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def embed(self, tokens: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+        return functional.embedding(tokens, weight).to(dtype)
+
+    @op
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
 
-    @op
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], None, eps) * weight
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        return self.linear(x, weight, None).float()
+
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        return self.gate(self.linear(x, weight, bias), activation)
 
     @op
     def add_rms_norm(self, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual = residual if x is None else residual + x
-        return functional.rms_norm(residual, residual.shape[-1:], None, eps) * weight, residual
+        return _rms_norm(residual, weight, eps), residual
 
     @op
-    def rope_and_write(self, qk: Tensor, v: Tensor, rotary: Tensor, cache: Tensor, plan: BatchPlan) -> Tensor:
-        rotary_dim, num_kv_heads = rotary.shape[-1], v.shape[1]
+    def rope_and_write(
+        self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: BatchPlan
+    ) -> Tensor:
+        rotary_dim, num_kv_heads, writes = rotary.shape[-1], cache.shape[2], cast("WritePlan", plan)
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], 1)
+        if norms is not None:
+            q, k = qk.split([num_heads, num_kv_heads], 1)
+            qk = torch.cat([_rms_norm(q, norms.q, norms.eps), _rms_norm(k, norms.k, norms.eps)], 1)
         cos, sin = rotary[:, None].unbind(2)
         turning, still = qk[..., :rotary_dim].float(), qk[..., rotary_dim:]
         turned = (turning * cos).add_(turning.roll(rotary_dim // 2, -1).mul_(sin)).to(qk.dtype)
         qk = torch.cat([turned, still], -1) if still.shape[-1] else turned
-        for part, new in zip(cache, (qk[:, -num_kv_heads:], v), strict=True):
-            rows = new.index_select(0, plan.written).to(cache.dtype)
-            part.view(-1, v.shape[-1]).index_copy_(0, plan.cache_rows, rows.view(-1, v.shape[-1]))
-        return qk[:, :-num_kv_heads]
+        for part, new in zip(cache, (qk[:, num_heads:], v), strict=True):
+            rows = new.index_select(0, writes.written).to(cache.dtype)
+            part.view(-1, v.shape[-1]).index_copy_(0, writes.cache_rows, rows.view(-1, v.shape[-1]))
+        return qk[:, :num_heads]
 
     @op
     def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
@@ -144,6 +195,7 @@ class ReferenceOps(Ops):
 
     @op
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(g) * u of gate_up [T, 2 * n] = [g, u]: [T, n]."""
         gate, up = gate_up.float().chunk(2, -1)
         match activation:
             case "silu":
@@ -157,6 +209,10 @@ class ReferenceOps(Ops):
             case _:
                 raise ValueError(f"unknown activation {activation!r}; known: silu, gelu, gelu_tanh")
         return gate.mul_(up).to(gate_up.dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:], None, eps) * weight
 
 
 def _attend(q: Tensor, cache: Tensor, tile: Tile, mask: Tensor, scale: float) -> Tensor:

@@ -36,17 +36,23 @@ class Tile:
     masks: dict[int | None, Tensor]  # window -> [P, 1, Q, 1, N] what to add to the scores: 0 or -inf
 
 
-@dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Where a batch's tokens go in the cache. What else a device's attention wants to know, it adds in a subclass."""
+    """What a device's ops want to know of a batch; each has its own kind."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan(BatchPlan):
+    """Where a batch's tokens go in the cache, as the reference writes them."""
 
     written: Tensor  # [W] the tokens that have a slot
     cache_rows: Tensor  # [W * K] theirs of a cache seen as [-1, D]
 
 
 @dataclass(frozen=True, slots=True)
-class TilePlan(BatchPlan):
-    """And the tiles its attention is computed in."""
+class TilePlan(WritePlan):
+    """And the tiles that the reference's attention is computed in."""
 
     tiles: tuple[Tile, ...]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,14 @@ class Checkpoint:
     def num_bytes(self) -> int:
         """Bytes of the model's tensors as stored."""
         return sum(tensor.stop - tensor.start for tensor in self._stored.values())
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The dtypes and ggml types of its tensors, most bytes first."""
+        sizes: Counter[str] = Counter()
+        for tensor in self._stored.values():
+            sizes[tensor.dtype] += tensor.stop - tensor.start
+        return tuple(name for name, _ in sizes.most_common())
 
     def read(self, name: str) -> HostTensor:
         """The tensor under that name of `spec.tensors`. Raises KeyError for another name."""

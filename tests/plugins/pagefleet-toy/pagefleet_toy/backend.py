@@ -16,7 +16,7 @@ from torch import Tensor
 from pagefleet.backend import ForwardBatch, KVLayout, ModelSpec
 from pagefleet.torch_runner.backend import TorchBackend
 from pagefleet.torch_runner.ops import ReferenceOps, op
-from pagefleet.torch_runner.plan import BatchPlan, plan_writes
+from pagefleet.torch_runner.plan import BatchPlan, WritePlan, plan_writes
 from pagefleet_toy import TRAITS
 
 
@@ -26,7 +26,7 @@ class ToyBackend(TorchBackend):
 
 
 @dataclass(frozen=True, slots=True)
-class ToyPlan(BatchPlan):
+class ToyPlan(WritePlan):
     """Where to write, as for any torch device, and the batch itself, to read by."""
 
     batch: ForwardBatch

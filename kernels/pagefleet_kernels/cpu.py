@@ -1,0 +1,303 @@
+"""The CPU kernels: the compiled library, the formats of a packed weight, and a wrapper of each op.
+
+`build_scripts/cpu.py` compiles the library; `load()` opens it. Every op's schema and checks are in `csrc/cpu/ops.cpp`.
+Outputs are allocated here. The number of threads and the instruction set are the library's, for the whole process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+LIBRARY = Path(__file__).with_name("_cpu.so")
+
+FORMATS: Mapping[str, int] = MappingProxyType(  # `Format` of csrc/cpu/kernels.h
+    {
+        name: code
+        for code, name in enumerate(
+            ("float32", "bfloat16", "float16", "int8", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"),
+        )
+    }
+)
+ACTIVATIONS: Mapping[str, int] = MappingProxyType({"silu": 1, "gelu": 2, "gelu_tanh": 3})
+ISAS = ("scalar", "avx2", "avx512", "avx512bf16")
+
+PANEL = 16  # outputs of a weight that are packed together
+
+
+class KernelError(RuntimeError):
+    """The library is missing, does not load, or has no such unit; the message says the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix [outputs, inputs] in panels of 16 outputs, its values in the bits of `format`."""
+
+    data: Tensor  # uint8 [num_panels * panel_bytes]
+    format: str  # one of FORMATS
+    shape: tuple[int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel()
+
+
+class CpuKernels:
+    """The ops of one loaded library. All tensors are on the CPU."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            torch.ops.load_library(path)
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelError(
+                f"{path} does not load: {error}. Build it again in this environment: python build_scripts/cpu.py"
+            ) from error
+        self._declare()
+        ops = torch.ops.pagefleet_cpu
+        self._pack, self._linear, self._gather = ops.pack.default, ops.linear.default, ops.gather.default
+        self._norm, self._rope, self._gate = ops.norm.default, ops.rope.default, ops.gate.default
+        self._attention, self._layer = ops.attention.default, ops.layer.default
+
+    def _declare(self) -> None:
+        library = self._library
+        library.pagefleet_cpu_isa.restype = library.pagefleet_cpu_force_isa.restype = ctypes.c_char_p
+        library.pagefleet_cpu_force_isa.argtypes = [ctypes.c_char_p]
+        for function in (library.pagefleet_cpu_row_bytes, library.pagefleet_cpu_panel_bytes):
+            function.argtypes, function.restype = [ctypes.c_int, ctypes.c_int64], ctypes.c_int64
+
+    # -- the library ---------------------------------------------------------------------------------------
+
+    @property
+    def isa(self) -> str:
+        """The instruction set whose kernels run, one of ISAS."""
+        return str(self._library.pagefleet_cpu_isa().decode())
+
+    def force_isa(self, isa: str | None) -> None:
+        """Run the kernels of that instruction set from now on; None: the best this processor has."""
+        reason = self._library.pagefleet_cpu_force_isa((isa or "").encode())
+        if reason is not None:
+            raise KernelError(f"kernels for {isa!r}: {reason.decode()}; there may be: {', '.join(ISAS)}")
+
+    @property
+    def num_threads(self) -> int:
+        return int(self._library.pagefleet_cpu_num_threads())
+
+    def set_num_threads(self, count: int) -> None:
+        """Threads that work on an op, the calling one included."""
+        self._library.pagefleet_cpu_set_num_threads(count)
+
+    def row_bytes(self, format: str, k: int) -> int:
+        """Bytes of a row of `k` inputs as a file has it; 0: `k` is not a multiple of the format's block."""
+        return int(self._library.pagefleet_cpu_row_bytes(FORMATS[format], k))
+
+    def panel_bytes(self, format: str, k: int) -> int:
+        return int(self._library.pagefleet_cpu_panel_bytes(FORMATS[format], k))
+
+    # -- ops -----------------------------------------------------------------------------------------------
+
+    def empty_weight(self, format: str, n: int, k: int) -> PackedWeight:
+        """A matrix [n, k] for `pack_rows` to fill."""
+        if not self.row_bytes(format, k):
+            raise KernelError(f"{k} inputs are no whole blocks of {format}")
+        return PackedWeight(
+            torch.empty(-(-n // PANEL) * self.panel_bytes(format, k), dtype=torch.uint8), format, (n, k)
+        )
+
+    def pack_rows(self, weight: PackedWeight, start: int, rows: Tensor) -> None:
+        """Put rows from `start` (a multiple of 16) into the weight: uint8 as in a file, or the format's dtype."""
+        k = weight.shape[1]
+        raw = rows.contiguous().view(torch.uint8).view(-1)
+        num_rows, panel_bytes = raw.numel() // self.row_bytes(weight.format, k), self.panel_bytes(weight.format, k)
+        panels = weight.data.narrow(0, start // PANEL * panel_bytes, -(-num_rows // PANEL) * panel_bytes)
+        self._pack(raw, FORMATS[weight.format], num_rows, k, panels)
+
+    def pack(self, format: str, rows: Tensor, n: int, k: int) -> PackedWeight:
+        """All rows of a matrix [n, k], see `pack_rows`."""
+        weight = self.empty_weight(format, n, k)
+        self.pack_rows(weight, 0, rows)
+        return weight
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, gate: str | None = None) -> Tensor:
+        """x [T, k] @ weight [n, k]^T + bias float32 [n]: [T, n], or gate(left half) * right half: [T, n / 2]."""
+        n, k = weight.shape
+        out = torch.empty((x.shape[0], n if gate is None else n // 2), dtype=x.dtype)
+        self._linear(out, x, weight.data, bias, FORMATS[weight.format], n, k, ACTIVATIONS[gate] if gate else 0)
+        return out
+
+    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """x [T, k] @ weight [n, k]^T in float32, whatever the dtype of x."""
+        n, k = weight.shape
+        out = torch.empty((x.shape[0], n), dtype=torch.float32)
+        self._linear(out, x, weight.data, None, FORMATS[weight.format], n, k, 0)
+        return out
+
+    def gather(self, ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        """Rows of a weight for `ids` int32 [T], in `dtype`: [T, k]."""
+        n, k = weight.shape
+        out = torch.empty((ids.shape[0], k), dtype=dtype)
+        self._gather(out, ids, weight.data, FORMATS[weight.format], n, k)
+        return out
+
+    def norm(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        bias: Tensor | None = None,
+        layer_norm: bool = False,
+    ) -> Tensor:
+        """residual [..., n] += x, in place; its RMSNorm (or LayerNorm) times float32 `weight` [n], plus `bias`."""
+        out = torch.empty(residual.shape, dtype=residual.dtype)
+        self._norm(out, x, residual, weight, bias, eps, layer_norm)
+        return out
+
+    def rope(
+        self,
+        qkv: Tensor,
+        rotary: Tensor | None,
+        slots: Tensor,
+        cache: Tensor,
+        head_dim: int,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """Normalise and turn queries and keys, write keys and values to `slots` int32 [T]; the queries [T, H, D].
+
+        qkv [T, H + 2 K, D]; rotary float32 [T, 2 (cos, sin), rotary_dim], "sin" with rotate-half's signs; cache
+        [2, blocks, K, block_size, D], or [..., D + 4] int8: the values and their float32 scale.
+        """
+        num_tokens, num_heads, _ = qkv.shape
+        out = torch.empty((num_tokens, num_heads - 2 * cache.shape[2], head_dim), dtype=qkv.dtype)
+        self._rope(out, qkv, q_norm, k_norm, rotary, slots, cache, eps, head_dim, interleaved)
+        return out
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        head_dim: int,
+        scale: float,
+        *,
+        window: int | None = None,
+        soft_cap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of q [T, H, D] over the blocks of `block_tables` int32 [R, B]: [T, H * D].
+
+        Row r has tokens query_starts[r]:query_starts[r + 1] (int32 [R + 1]), the last of seq_lens[r] (int32 [R]).
+        Tokens in no row have zeros.
+        """
+        out = torch.empty((q.shape[0], q.shape[1] * head_dim), dtype=q.dtype)
+        self._attention(
+            out,
+            q,
+            cache,
+            block_tables,
+            query_starts,
+            seq_lens,
+            head_dim,
+            window or 0,
+            scale,
+            soft_cap,
+            alibi_slopes,
+            sinks,
+        )
+        return out
+
+    def gate(self, x: Tensor, activation: str) -> Tensor:
+        """activation(g) * u of x [T, 2 n] = [g, u]: [T, n]."""
+        out = torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype)
+        self._gate(out, x, ACTIVATIONS[activation])
+        return out
+
+    def layer(
+        self,
+        residual: Tensor,
+        x: Tensor | None,
+        *,
+        attn_norm: Tensor,
+        qkv: PackedWeight,
+        qkv_bias: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        o: PackedWeight,
+        o_bias: Tensor | None,
+        mlp_norm: Tensor,
+        gate_up: PackedWeight,
+        gate_up_bias: Tensor | None,
+        down: PackedWeight,
+        down_bias: Tensor | None,
+        rotary: Tensor | None,
+        slots: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        cache: Tensor,
+        head_dim: int,
+        activation: str,
+        window: int | None,
+        eps: float,
+        scale: float,
+    ) -> Tensor:
+        """A decoder layer of residual + x, each [T, hidden]: `residual` is overwritten with the new one, and the x yet
+        to be added to it returned (in the memory of the x given). Everything else as in the ops that it is made of.
+        """
+        has_x, x = x is not None, torch.empty_like(residual) if x is None else x
+        formats = [FORMATS[qkv.format], FORMATS[o.format], FORMATS[gate_up.format], FORMATS[down.format]]
+        self._layer(
+            *(residual, x, has_x, attn_norm, qkv.data, qkv_bias, q_norm, k_norm, o.data, o_bias, mlp_norm),
+            *(gate_up.data, gate_up_bias, down.data, down_bias, rotary, slots, block_tables, query_starts, seq_lens),
+            *(cache, formats, o.shape[1] // head_dim, head_dim, down.shape[1], ACTIVATIONS[activation], window or 0),
+            *(eps, scale),
+        )
+        return x
+
+
+@functools.cache
+def load(path: Path | None = None) -> CpuKernels:
+    """The kernels of `path` (None: of this package), once a process; KernelError if they do not load.
+
+    torch keeps one registration of an op, so a process can open one library only.
+    """
+    path = LIBRARY if path is None else path
+    if not path.is_file():
+        raise KernelError(f"{path} is not there: build it with python build_scripts/cpu.py")
+    kernels = CpuKernels(path)
+    for name in (
+        "pack",
+        "linear",
+        "gather",
+        "norm",
+        "rope",
+        "attention",
+        "gate",
+        "layer",
+    ):  # they only write what they are given
+        torch.library.register_fake(f"pagefleet_cpu::{name}", lambda *args: None)
+    return kernels
+
+
+def describe() -> str:
+    """One line about the library, for people."""
+    try:
+        kernels = load()
+    except KernelError as error:
+        return str(error)
+    return f"{LIBRARY.name}: {kernels.isa} kernels, {kernels.num_threads} threads"

@@ -13,17 +13,38 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
-from pagefleet import LLM, RequestOutput, SamplingParams
+from pagefleet import LLM, RequestOutput, SamplingParams, loading
+from pagefleet.backend import HostTensor, WeightSource
+from pagefleet.weights.gguf_file import dequantise
+from pagefleet_kernels import cpu as kernels
 
 BATCH = 64
 BLOCK = 4
 CHUNK = 8  # tokens of a step where prompts are chunked; every prompt is longer
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "int8", "Q8_0")
 
 Outcome = list[tuple[list[int], bytes, bytes]]
+
+
+class Q8Weights:
+    """A source whose matrices are Q8_0, as if it were a GGUF file."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+
+    def read(self, name: str) -> HostTensor:
+        tensor = self.source.read(name)
+        if len(tensor.shape) != 2:
+            return tensor
+        data = gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType.Q8_0).reshape(-1)
+        return replace(tensor, dtype="Q8_0", data=data, dequantise=dequantise)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source)
 
 
 @dataclass
@@ -194,7 +215,13 @@ def check_trials(engines: Engines, num_batches: int, trials_per_batch: int, seed
 @pytest.fixture(scope="module", params=DTYPES)
 def engines(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[str], Path]) -> Iterator[Engines]:
     """The model has one layer with a sliding window and one without."""
-    made = Engines(tiny_checkpoint("qwen2-mixed-windows"), request.param)
+    if request.param in ("int8", "Q8_0") and not kernels.LIBRARY.is_file():
+        pytest.skip("without the CPU kernels quantised weights are dequantised")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "Q8_0":
+            patch.setattr(loading, "Int8Weights", Q8Weights)
+        dtype = "int8" if request.param == "Q8_0" else request.param
+        made = Engines(tiny_checkpoint("qwen2-mixed-windows"), dtype)
     yield made
     made.close()
 

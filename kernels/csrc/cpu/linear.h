@@ -51,32 +51,43 @@ PF_INLINE void store_columns(const LinearArgs& args, int64_t row, int64_t column
   else store_panel((f16*)args.out + at, v, columns);
 }
 
-// P panels at `panel` of R rows from `row`; with a gate, P / 2 panels of each half.
+// The products of R rows from `row` with P panels, bias added.
 template <class F, int R, int P>
-static void finish_tile(const LinearArgs& args, int64_t row, const int64_t (&panel)[P]) {
+PF_INLINE void tile_with_bias(const LinearArgs& args, int64_t row, int64_t panel, vf (&acc)[R][P][kPanelVecs]) {
   const uint8_t* panels[P];
-  for (int p = 0; p < P; ++p) panels[p] = args.weight + panel[p] * args.panel_bytes;
-  vf acc[R][P][kPanelVecs];
+  for (int p = 0; p < P; ++p) panels[p] = args.weight + (panel + p) * args.panel_bytes;
   F::template tile<R, P>(args, panels, args.a + row * args.a_stride, acc);
-  for (int r = 0; r < R; ++r) {
-    for (int p = 0; p < P; ++p)
-      if (args.bias) add_bias(acc[r][p], args.bias + panel[p] * kPanel, args.n - panel[p] * kPanel);
-    if (args.gate == Activation::none) {
-      for (int p = 0; p < P; ++p)
-        store_columns(args, row + r, panel[p] * kPanel, args.n - panel[p] * kPanel, acc[r][p]);
-    } else {
-      for (int p = 0; p < P / 2; ++p) {
-        vf* gate = acc[r][p];
-        const vf* up = acc[r][p + P / 2];
-        for (int i = 0; i < kPanelVecs; ++i) gate[i] = activate(gate[i], args.gate) * up[i];
-        store_columns(args, row + r, panel[p] * kPanel, args.n / 2 - panel[p] * kPanel, gate);
-      }
+  if (!args.bias) return;
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) {
+      const int64_t column = (panel + p) * kPanel;
+      add_bias(acc[r][p], args.bias + column, args.n - column);
     }
+}
+
+// P panels from `panel` of R rows, done and stored; with a gate, panels of the left half and theirs of the right.
+template <class F, int R, int P>
+static void finish_tile(const LinearArgs& args, int64_t row, int64_t panel) {
+  vf acc[R][P][kPanelVecs];
+  tile_with_bias<F, R, P>(args, row, panel, acc);
+  int64_t columns = args.n;
+  if (args.gate != Activation::none) {
+    columns /= 2;
+    vf up[R][P][kPanelVecs];
+    tile_with_bias<F, R, P>(args, row, panel + columns / kPanel, up);
+    for (int r = 0; r < R; ++r)
+      for (int p = 0; p < P; ++p)
+        for (int i = 0; i < kPanelVecs; ++i) acc[r][p][i] = activate(acc[r][p][i], args.gate) * up[r][p][i];
   }
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) {
+      const int64_t column = (panel + p) * kPanel;
+      store_columns(args, row + r, column, columns - column, acc[r][p]);
+    }
 }
 
 template <class F, int P, int R>
-static void rows_of_tile(const LinearArgs& args, int64_t row, int64_t rows, const int64_t (&panel)[P]) {
+static void rows_of_tile(const LinearArgs& args, int64_t row, int64_t rows, int64_t panel) {
   if constexpr (R > 0) {
     if (rows == R) finish_tile<F, R, P>(args, row, panel);
     else rows_of_tile<F, P, R - 1>(args, row, rows, panel);
@@ -85,7 +96,7 @@ static void rows_of_tile(const LinearArgs& args, int64_t row, int64_t rows, cons
 
 // As many rows at a time as there are registers for.
 template <class F, int P>
-static void column_of_tiles(const LinearArgs& args, int64_t begin, int64_t end, const int64_t (&panel)[P]) {
+static void column_of_tiles(const LinearArgs& args, int64_t begin, int64_t end, int64_t panel) {
   constexpr int kMost = F::kRows * F::kPanels / P;
   for (int64_t row = begin; row < end;) {
     const int64_t left = end - row;
@@ -96,24 +107,16 @@ static void column_of_tiles(const LinearArgs& args, int64_t begin, int64_t end, 
   }
 }
 
-// With a gate, `begin` and `end` count panels of the left half. A single row takes `kWide` panels at a time: enough
-// sums under way to hide the latency of each, and enough places in memory to read from.
+// Panels `begin` to `end` (with a gate, of the left half). A single row takes `kWide` panels at a time: enough sums
+// under way to hide the latency of each, and enough places in memory to read from.
 template <class F>
 static void linear_range(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
-  const bool single = row_end - row_begin == 1;
   int64_t p = begin;
-  if (args.gate != Activation::none) {
-    const int64_t half = args.n / 2 / kPanel;
-    if constexpr (F::kWide == 4)
-      for (; single && p + 2 <= end; p += 2) finish_tile<F, 1, 4>(args, row_begin, {p, p + 1, p + half, p + 1 + half});
-    for (; p < end; ++p) column_of_tiles<F, 2>(args, row_begin, row_end, {p, p + half});
-    return;
-  }
-  if constexpr (F::kWide == 4)
-    for (; single && p + 4 <= end; p += 4) finish_tile<F, 1, 4>(args, row_begin, {p, p + 1, p + 2, p + 3});
+  if (row_end - row_begin == 1)
+    for (; p + F::kWide <= end; p += F::kWide) finish_tile<F, 1, F::kWide>(args, row_begin, p);
   const bool few = row_end - row_begin <= F::kRows * F::kPanels / 2;
-  for (; (few || F::kPanels == 2) && p + 2 <= end; p += 2) column_of_tiles<F, 2>(args, row_begin, row_end, {p, p + 1});
-  for (; p < end; ++p) column_of_tiles<F, 1>(args, row_begin, row_end, {p});
+  for (; (few || F::kPanels == 2) && p + 2 <= end; p += 2) column_of_tiles<F, 2>(args, row_begin, row_end, p);
+  for (; p < end; ++p) column_of_tiles<F, 1>(args, row_begin, row_end, p);
 }
 
 }  // namespace pagefleet::PAGEFLEET_ISA

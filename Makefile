@@ -12,16 +12,16 @@ TORCH ?= $(or $(if $(CONSTRAINTS),$(shell grep '^torch==' $(CONSTRAINTS))),torch
 
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo test lint format bench build clean
+.PHONY: help demo test lint format bench build kernels clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
-demo: $(VENV)/.model  ## complete three prompts and one chat turn with a real model (TARGET_DEVICE=... chooses the backend)
+demo: $(VENV)/.model kernels  ## complete three prompts and one chat turn with a real model (TARGET_DEVICE=... chooses the backend)
 	$(VENV)/bin/python docs/examples/demo.py $(DEMO_MODEL)
 
-test: lint $(VENV)/.model  ## lint, then all tests but the slow ones (MARK=slow: only those)
+test: lint $(VENV)/.model kernels  ## lint, then all tests but the slow ones (MARK=slow: only those)
 	$(VENV)/bin/python -m pytest -m "$(MARK)" $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## ruff, mypy --strict on the core, import contracts
@@ -34,8 +34,11 @@ format: $(VENV)/.dev  ## let ruff fix what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(VENV)/.model  ## fixed workloads, rooflines, static batching (BENCH_ARGS="--against llama.cpp --repeat 5", say)
+bench: $(VENV)/.model kernels  ## fixed workloads, rooflines, static batching (BENCH_ARGS="--against llama.cpp --repeat 5", say)
 	$(VENV)/bin/pagefleet bench $(DEMO_MODEL) --suite $(BENCH_ARGS)
+
+kernels: $(VENV)/.installed  ## the CPU's kernels, if there is a compiler and anything changed
+	@$(VENV)/bin/python build_scripts/cpu.py --if-possible
 
 build: $(VENV)/.dev  ## kernels of TARGET_DEVICE ahead of time, if it has any, then the wheel in dist/
 	@test -n "$(TARGET_DEVICE)" -a -d backends/pagefleet_$(TARGET_DEVICE) || \
@@ -45,6 +48,7 @@ build: $(VENV)/.dev  ## kernels of TARGET_DEVICE ahead of time, if it has any, t
 	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove .venv and everything built
+	rm -f kernels/pagefleet_kernels/_*.so kernels/pagefleet_kernels/_*.json
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch first and alone: the installer then takes the build that is at hand (a CPU one, say) before anything else asks for it

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from pathlib import Path
+from dataclasses import replace
 
-from pagefleet.backend import Backend, BackendInfo, DeviceInfo, Probe, Traits
+from pagefleet.backend import Backend, BackendError, BackendInfo, DeviceInfo, Probe, Traits
 from pagefleet.hookspecs import hookimpl
+from pagefleet_cpu.config import environment
+from pagefleet_cpu.evidence import describe_kernels, model_name, read_manifest, total_memory
+from pagefleet_cpu.threads import choose_num_threads
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRAITS = Traits(  # with the compiled kernels
@@ -24,10 +25,18 @@ PLAIN_TRAITS = Traits(  # without them
 
 
 def probe() -> Probe:
-    """Always usable; the evidence names the processor, its usable cores and the memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    device = DeviceInfo(name=_model_name(), memory=_total_memory(), detail=f"{cores} cores")
-    return Probe(True, f"{device.name}, {cores} cores, {device.memory / 2**30:.1f} GiB of memory", (device,))
+    """Usable unless a variable has a wrong value; the evidence: processor, memory, kernels and threads."""
+    try:
+        config = environment()
+    except BackendError as error:
+        return Probe(False, str(error))
+    threads = choose_num_threads(config)
+    device = DeviceInfo(model_name(), total_memory(), f"{threads.count} thread{'s' if threads.count > 1 else ''}")
+    facts = (
+        f"{device.name}, {device.memory / 2**30:.1f} GiB of memory",
+        describe_kernels(config, read_manifest(config)),
+    )
+    return Probe(True, "; ".join((*facts, threads.evidence)), (device,))
 
 
 def load(index: int) -> Backend:
@@ -39,20 +48,15 @@ def load(index: int) -> Backend:
 
 @hookimpl
 def pagefleet_backends() -> list[BackendInfo]:
-    return [BackendInfo(name="cpu", probe=probe, load=load, traits=TRAITS)]
+    return [BackendInfo(name="cpu", probe=probe, load=load, traits=traits())]
 
 
-def _model_name() -> str:
+def traits() -> Traits:
+    """Of the backend as it would be loaded now."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine() or "CPU"
-
-
-def _total_memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return 0
+        manifest = read_manifest(environment())
+    except BackendError:  # the probe says it
+        return PLAIN_TRAITS
+    if manifest is None:
+        return PLAIN_TRAITS
+    return TRAITS if manifest.get("batch_invariant", True) else replace(TRAITS, batch_invariant=())

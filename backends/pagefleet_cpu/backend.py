@@ -11,9 +11,12 @@ import torch
 from pagefleet.backend import BackendError, Traits
 from pagefleet.torch_runner.backend import TorchBackend
 from pagefleet.torch_runner.ops import Ops
-from pagefleet_cpu import PLAIN_TRAITS, TRAITS
+from pagefleet_cpu import PLAIN_TRAITS, traits
+from pagefleet_cpu.config import environment
+from pagefleet_cpu.ipex import IpexAttention, load_paged_attention
 from pagefleet_cpu.ops import CpuOps
 from pagefleet_cpu.plain import PlainOps
+from pagefleet_cpu.threads import choose_num_threads
 from pagefleet_kernels import cpu as kernels
 
 MAX_KV_BYTES = 4 << 30  # more is taken only if asked for: a host has other work
@@ -33,8 +36,15 @@ class CpuBackend(TorchBackend):
 
 def _choose_ops() -> tuple[Ops, Traits]:
     """The compiled kernels where they were built; else torch's products, as invariant as this processor has them."""
-    if kernels.LIBRARY.is_file():
-        return CpuOps(kernels.load()), TRAITS
+    config = environment()
+    if config.attention == "ipex":
+        return IpexAttention(load_paged_attention()), replace(PLAIN_TRAITS, batch_invariant=())
+    path = config.library or kernels.LIBRARY
+    if path.is_file():
+        library = kernels.load(path)
+        library.force_isa(config.isa)
+        library.set_num_threads(choose_num_threads(config).count)
+        return CpuOps(library), traits()
     _ask_for_strict_products()
     return PlainOps(), PLAIN_TRAITS if _products_are_invariant() else replace(PLAIN_TRAITS, batch_invariant=())
 

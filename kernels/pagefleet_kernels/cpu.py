@@ -270,27 +270,21 @@ class CpuKernels:
         return x
 
 
-@functools.cache
 def load(path: Path | None = None) -> CpuKernels:
-    """The kernels of `path` (None: of this package), once a process; KernelError if they do not load.
+    """The kernels of `path` (None: of this package); KernelError if they do not load.
 
-    torch keeps one registration of an op, so a process can open one library only.
+    torch keeps one registration of an op, so a process opens one library only.
     """
-    path = LIBRARY if path is None else path
+    return _load((path or LIBRARY).resolve())
+
+
+@functools.cache
+def _load(path: Path) -> CpuKernels:
     if not path.is_file():
         raise KernelError(f"{path} is not there: build it with python build_scripts/cpu.py")
     kernels = CpuKernels(path)
-    for name in (
-        "pack",
-        "linear",
-        "gather",
-        "norm",
-        "rope",
-        "attention",
-        "gate",
-        "layer",
-    ):  # they only write what they are given
-        torch.library.register_fake(f"pagefleet_cpu::{name}", lambda *args: None)
+    for name in ("pack", "linear", "gather", "norm", "rope", "attention", "gate", "layer"):
+        torch.library.register_fake(f"pagefleet_cpu::{name}", lambda *args: None)  # they only write what they are given
     return kernels
 
 

@@ -51,9 +51,9 @@ PF_INLINE void store_columns(const LinearArgs& args, int64_t row, int64_t column
   else store_panel((f16*)args.out + at, v, columns);
 }
 
-// The products of R rows from `row` with P panels, bias added.
+// The products of R rows from `row` with P panels, bias added. A function of its own: with a gate it is called twice.
 template <class F, int R, int P>
-PF_INLINE void tile_with_bias(const LinearArgs& args, int64_t row, int64_t panel, vf (&acc)[R][P][kPanelVecs]) {
+static __attribute__((noinline)) void tile_with_bias(const LinearArgs& args, int64_t row, int64_t panel, vf (&acc)[R][P][kPanelVecs]) {
   const uint8_t* panels[P];
   for (int p = 0; p < P; ++p) panels[p] = args.weight + (panel + p) * args.panel_bytes;
   F::template tile<R, P>(args, panels, args.a + row * args.a_stride, acc);
@@ -86,24 +86,26 @@ static void finish_tile(const LinearArgs& args, int64_t row, int64_t panel) {
     }
 }
 
+// The largest tile of at most `rows` rows; returns how many it has. Of more than 6 rows there are only even ones:
+// every tile is code of its own, times formats, times instruction sets.
 template <class F, int P, int R>
-static void rows_of_tile(const LinearArgs& args, int64_t row, int64_t rows, int64_t panel) {
-  if constexpr (R > 0) {
-    if (rows == R) finish_tile<F, R, P>(args, row, panel);
-    else rows_of_tile<F, P, R - 1>(args, row, rows, panel);
-  }
+static int64_t largest_tile(const LinearArgs& args, int64_t row, int64_t rows, int64_t panel) {
+  if constexpr (R > 6 && R % 2) return largest_tile<F, P, R - 1>(args, row, rows, panel);
+  if constexpr (R > 1)
+    if (rows < R) return largest_tile<F, P, R - 1>(args, row, rows, panel);
+  finish_tile<F, R, P>(args, row, panel);
+  return R;
 }
 
 // As many rows at a time as there are registers for.
 template <class F, int P>
 static void column_of_tiles(const LinearArgs& args, int64_t begin, int64_t end, int64_t panel) {
-  constexpr int kMost = F::kRows * F::kPanels / P;
+  constexpr int kMost = P > F::kPanels ? F::kRows / 2 : F::kRows;
   for (int64_t row = begin; row < end;) {
     const int64_t left = end - row;
     // tiles as even as can be: 7 rows are 4 and 3, not 6 and 1
     const int64_t tiles = (left + kMost - 1) / kMost, rows = (left + tiles - 1) / tiles;
-    rows_of_tile<F, P, kMost>(args, row, rows, panel);
-    row += rows;
+    row += largest_tile<F, P, kMost>(args, row, rows, panel);
   }
 }
 
@@ -114,7 +116,7 @@ static void linear_range(const LinearArgs& args, int64_t row_begin, int64_t row_
   int64_t p = begin;
   if (row_end - row_begin == 1)
     for (; p + F::kWide <= end; p += F::kWide) finish_tile<F, 1, F::kWide>(args, row_begin, p);
-  const bool few = row_end - row_begin <= F::kRows * F::kPanels / 2;
+  const bool few = row_end - row_begin <= F::kRows / 2;
   for (; (few || F::kPanels == 2) && p + 2 <= end; p += 2) column_of_tiles<F, 2>(args, row_begin, row_end, p);
   for (; p < end; ++p) column_of_tiles<F, 1>(args, row_begin, row_end, p);
 }

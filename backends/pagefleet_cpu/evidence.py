@@ -1,0 +1,78 @@
+"""What the probe says of this host, from files alone: no torch, no library opened."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from pagefleet_cpu.config import ISAS, CpuConfig
+
+NEEDS = {  # flags of /proc/cpuinfo; the same that dispatch.cpp asks the processor for
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512bf16": {
+        *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
+        *("avx512_vnni", "avx512_bf16"),
+    },
+}
+NO_KERNELS = (
+    "no native kernels: reference ops, several times slower; build them with `python build_scripts/cpu.py` in a "
+    "checkout (any g++ >= 11 or clang)"
+)
+
+
+def read_manifest(config: CpuConfig) -> dict[str, Any] | None:
+    """How the kernels were built; {} if that is not recorded; None if there are none."""
+    library = config.library or _library()
+    if library is None or not library.is_file():
+        return None
+    try:
+        return dict(json.loads(library.with_suffix(".json").read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def describe_kernels(config: CpuConfig, manifest: dict[str, Any] | None, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Which kernels will run and who built them, or what is lost without."""
+    if config.library and manifest is None:
+        return f"PAGEFLEET_CPU_LIBRARY is {config.library}, which is not there: {NO_KERNELS}"
+    if manifest is None:
+        return NO_KERNELS
+    isa = f"{config.isa} (forced)" if config.isa else best_isa(manifest.get("units", ISAS), cpuinfo)
+    options = ", fast math: not batch-invariant" if manifest.get("batch_invariant") is False else ""
+    return f"kernels {isa}, built by {manifest.get('compiler', 'an unknown compiler')}{options}"
+
+
+def best_isa(units: Any, cpuinfo: Path) -> str:
+    """The best unit that this processor runs, of those in the library."""
+    flags = set(_cpuinfo(cpuinfo, "flags").split())
+    return next((isa for isa in reversed(NEEDS) if isa in units and NEEDS[isa] <= flags), "scalar")
+
+
+def model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    return _cpuinfo(cpuinfo, "model name") or platform.processor() or platform.machine() or "CPU"
+
+
+def total_memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
+def _library() -> Path | None:
+    spec = importlib.util.find_spec("pagefleet_kernels")
+    return Path(spec.origin).with_name("_cpu.so") if spec and spec.origin else None
+
+
+def _cpuinfo(path: Path, field: str) -> str:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return ""
+    found = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field)
+    return next(found, "")

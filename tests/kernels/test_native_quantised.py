@@ -54,7 +54,10 @@ def random_rows(format: str, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]
 def integers(
     format: str, rows: NDArray[np.uint8], k: int
 ) -> tuple[NDArray[np.int32], NDArray[F32], NDArray[F32] | None]:
-    """Integer weights [n, k], their scales [n, k / group] in float32, and what is added per group and sum of x."""
+    """Integer weights [n, k], their scales [n, k / group] in float32, and what is added per group and sum of x.
+
+    Q6_K's integers are its values times their own integer scales.
+    """
     n = len(rows)
     if format == "int8":
         return rows[:, 4:].view(np.int8).astype(np.int32), np.ascontiguousarray(rows[:, :4]).view(F32), None
@@ -85,8 +88,8 @@ def integers(
     low = np.concatenate([ql & 15, ql >> 4], -1).reshape(n, -1, 2, 4, 32)
     high = np.stack([(qh >> shift) & 3 for shift in (0, 2, 4, 6)], 3)
     q = (low | (high << 4)).astype(np.int32).reshape(n, k) - 32
-    d = half(208)[..., None] * blocks[..., 192:208].view(np.int8).astype(F32)
-    return q, d.reshape(n, -1), None
+    q *= np.repeat(blocks[..., 192:208].view(np.int8).astype(np.int32), 16, -1).reshape(n, k)
+    return q, np.repeat(half(208), 8, -1), None
 
 
 def expected(format: str, rows: NDArray[np.uint8], x: NDArray[F32]) -> NDArray[F32]:
@@ -95,6 +98,7 @@ def expected(format: str, rows: NDArray[np.uint8], x: NDArray[F32]) -> NDArray[F
     w, scales, offsets = integers(format, rows, k)
     blocks = np.pad(x, ((0, 0), (0, -k % 32))).reshape(m, -1, 32)
     highest = np.abs(blocks).max(-1, keepdims=True)
+    highest[highest < 2.0**-100] = 0
     inverse = np.divide(F32(127), highest, out=np.zeros_like(highest), where=highest > 0)
     q = np.clip(np.rint(blocks * inverse), -127, 127).astype(np.int64).reshape(m, -1)[:, :k]
     s = (highest / F32(127))[..., 0]  # [m, blocks]
@@ -125,6 +129,8 @@ def test_products_have_the_bits_of_integer_arithmetic(
     assert weight.num_bytes <= 1.1 * -(-n // 16) * 16 * rows.shape[1] + 64 * 16
     x = np.random.default_rng(1).standard_normal((64, k)).astype(F32)
     x[3] = 0
+    x[4] *= F32(2.0**-102)  # too small to have a scale, or nearly
+    x[5] *= F32(2.0**-90)
     want = expected(format, rows, x)
     for m in (1, 2, 3, 4, 5, 7, 13, 64):
         got = kernels.linear(torch.from_numpy(x[:m]), weight).numpy()

@@ -54,9 +54,12 @@ def pagefleet_backends() -> list[BackendInfo]:
 def traits() -> Traits:
     """Of the backend as it would be loaded now."""
     try:
-        manifest = read_manifest(environment())
+        config = environment()
     except BackendError:  # the probe says it
         return PLAIN_TRAITS
+    if config.attention == "ipex":
+        return replace(PLAIN_TRAITS, batch_invariant=())
+    manifest = read_manifest(config)
     if manifest is None:
         return PLAIN_TRAITS
     return TRAITS if manifest.get("batch_invariant", True) else replace(TRAITS, batch_invariant=())

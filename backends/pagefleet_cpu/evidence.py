@@ -38,6 +38,8 @@ def read_manifest(config: CpuConfig) -> dict[str, Any] | None:
 
 def describe_kernels(config: CpuConfig, manifest: dict[str, Any] | None, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Which kernels will run and who built them, or what is lost without."""
+    if config.attention == "ipex":
+        return "attention by Intel's extension (PAGEFLEET_CPU_ATTENTION), all else plain torch"
     if config.library and manifest is None:
         return f"PAGEFLEET_CPU_LIBRARY is {config.library}, which is not there: {NO_KERNELS}"
     if manifest is None:

@@ -138,6 +138,38 @@ def test_a_sanitized_library_says_so(toy: Toy) -> None:
     assert "-fsanitize=undefined" in toy.manifest["flags"]
 
 
+def runtime(name: str) -> str:
+    """Where the compiler has a sanitizer's library; only a name if it has none."""
+    compiler = shutil.which("g++") or "true"
+    return subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(not Path(runtime("libasan.so")).is_absolute(), reason="no AddressSanitizer")
+@needs_compiler
+def test_a_library_with_address_sanitizer_catches_a_read_past_the_end_of_a_tensor(toy: Toy) -> None:
+    toy.write(
+        "main.cpp",
+        MAIN + 'extern "C" __attribute__((visibility("default"))) float at(float* p, int i) { return p[i]; }',
+    )
+    toy.build("--sanitize", "address")
+    code = f"""
+import ctypes, sys, torch
+at = ctypes.CDLL({str(toy.library)!r}).at
+x = torch.zeros(64)
+at(ctypes.c_void_p(x.data_ptr()), int(sys.argv[1]))
+print("read")
+"""
+    libraries = " ".join(map(runtime, ("libasan.so", "libstdc++.so")))
+    env = os.environ | {"LD_PRELOAD": libraries, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    inside, outside = (
+        subprocess.run([sys.executable, "-c", code, index], env=env, capture_output=True, text=True, timeout=120)
+        for index in ("63", "64")
+    )
+    assert inside.stdout == "read\n", inside.stderr
+    assert "heap-buffer-overflow" in outside.stderr
+    assert outside.stdout == ""
+
+
 @pytest.mark.skipif(not X86, reason="one unit only")
 @needs_compiler
 def test_a_function_that_the_linker_might_take_for_old_processors_is_refused_by_name(toy: Toy) -> None:
@@ -223,6 +255,11 @@ def test_the_evidence_names_the_unit_that_this_processor_runs(tmp_path: Path, fl
     assert forced == "kernels scalar (forced), built by g++ 12.2.0"
     only_scalar = {"units": {"scalar": []}, "compiler": "clang 19"}
     assert describe_kernels(CpuConfig(), only_scalar, cpuinfo) == "kernels scalar, built by clang 19"
+
+
+def test_the_evidence_names_another_attention() -> None:
+    evidence = describe_kernels(CpuConfig(attention="ipex"), {"units": UNITS})
+    assert evidence == "attention by Intel's extension (PAGEFLEET_CPU_ATTENTION), all else plain torch"
 
 
 def test_the_evidence_says_what_is_lost_without_kernels(tmp_path: Path) -> None:

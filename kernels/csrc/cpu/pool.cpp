@@ -71,10 +71,13 @@ void Pool::run_job(int64_t items, int64_t grain, void* context, Function functio
   }
   std::lock_guard<std::mutex> turn(jobs_);
   start_workers();
-  items_.store(items, std::memory_order_relaxed);
-  grain_.store(grain, std::memory_order_relaxed);
-  context_.store(context, std::memory_order_relaxed);
-  function_.store(function, std::memory_order_relaxed);
+  // closed first: a late worker that still knows the last job could otherwise read the new fields and take a chunk
+  const uint32_t closed = uint32_t(ticket_.load(std::memory_order_relaxed) >> 32) + 1;
+  ticket_.store(uint64_t(closed) << 32 | 0xffffffffu);
+  items_.store(items, std::memory_order_release);
+  grain_.store(grain, std::memory_order_release);
+  context_.store(context, std::memory_order_release);
+  function_.store(function, std::memory_order_release);
   remaining_.store(chunks, std::memory_order_relaxed);
   const uint32_t generation = uint32_t(ticket_.load(std::memory_order_relaxed) >> 32) + 1;
   ticket_.store(uint64_t(generation) << 32);
@@ -93,9 +96,9 @@ void Pool::work(uint32_t generation, int thread) {
   for (;;) {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
     if (uint32_t(ticket >> 32) != generation) return;
-    const int64_t items = items_.load(std::memory_order_relaxed), grain = grain_.load(std::memory_order_relaxed);
-    const auto function = function_.load(std::memory_order_relaxed);
-    void* context = context_.load(std::memory_order_relaxed);
+    const int64_t items = items_.load(std::memory_order_acquire), grain = grain_.load(std::memory_order_acquire);
+    const auto function = function_.load(std::memory_order_acquire);
+    void* context = context_.load(std::memory_order_acquire);
     const int64_t begin = int64_t(uint32_t(ticket)) * grain;
     if (begin >= items) return;
     // if the ticket is still there, its chunk was not done, so the job was not over and its fields are those read

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from pagefleet.backend import Backend, BackendError, BackendInfo, DeviceInfo, Probe, Traits
 from pagefleet.hookspecs import hookimpl
-from pagefleet_cpu.config import environment
-from pagefleet_cpu.evidence import describe_kernels, model_name, read_manifest, total_memory
+from pagefleet_cpu.config import ISAS, CpuConfig, environment
+from pagefleet_cpu.evidence import best_isa, describe_kernels, model_name, read_manifest, total_memory
 from pagefleet_cpu.threads import choose_num_threads
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -28,15 +31,31 @@ def probe() -> Probe:
     """Usable unless a variable has a wrong value; the evidence: processor, memory, kernels and threads."""
     try:
         config = environment()
+        manifest = read_manifest(config)
+        check_isa(config, manifest)
     except BackendError as error:
         return Probe(False, str(error))
     threads = choose_num_threads(config)
     device = DeviceInfo(model_name(), total_memory(), f"{threads.count} thread{'s' if threads.count > 1 else ''}")
     facts = (
         f"{device.name}, {device.memory / 2**30:.1f} GiB of memory",
-        describe_kernels(config, read_manifest(config)),
+        describe_kernels(config, manifest),
     )
     return Probe(True, "; ".join((*facts, threads.evidence)), (device,))
+
+
+def check_isa(config: CpuConfig, manifest: Mapping[str, Any] | None, cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
+    """BackendError if PAGEFLEET_CPU_ISA names kernels that this processor or this build does not have."""
+    if config.isa is None or manifest is None or config.attention == "ipex" or not cpuinfo.exists():
+        return  # nothing asked for, no kernels to ask it of, or no way to know before they are loaded
+    built = manifest.get("units", ISAS)
+    runs = [isa for isa in ISAS if isa in built and best_isa((isa,), cpuinfo) == isa]
+    if config.isa not in runs:
+        lacking = "processor" if config.isa in built else "build of the kernels"
+        raise BackendError(
+            f"PAGEFLEET_CPU_ISA is {config.isa!r}, which this {lacking} does not have; unset it, or take one of "
+            f"{', '.join(runs)}"
+        )
 
 
 def load(index: int) -> Backend:

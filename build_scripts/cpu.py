@@ -41,11 +41,10 @@ ISAS: Mapping[str, tuple[str, ...]] = {
     "avx512": AVX512,
     "avx512bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
 }
-# Not -ffast-math itself: masks are infinities, NaNs must stay visible, and linked with it gcc's start-up code would
-# flush small numbers to zero in the whole process. What is left may reorder a sum, and not alike for every batch.
-FAST_MATH = (
-    *("-ffp-contract=fast", "-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math"),
-)
+# Not -ffast-math itself: masks are infinities and NaNs must stay visible; numbers are rounded by adding and taking away
+# a large one, which reordering would undo; and linked with it, gcc's start-up code flushes small numbers to zero in the
+# whole process. What is left, fused operations and reciprocals, may differ from loop to loop, so from batch to batch.
+FAST_MATH = ("-ffp-contract=fast", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math")
 SANITIZERS = {
     "address": ("-fsanitize=address", "-O1", "-fno-omit-frame-pointer", "-g1"),
     "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-O1", "-fno-omit-frame-pointer", "-g1"),
@@ -145,7 +144,7 @@ def _parser(defaults: Options) -> argparse.ArgumentParser:
         *("--fast-math",),
         action=switch,
         default=defaults.fast_math,
-        help="let the compiler reorder sums; results then depend on the batch (USE_FAST_MATH)",
+        help="let the compiler fuse and reciprocate; results may then depend on the batch (USE_FAST_MATH)",
     )
     parser.add_argument(
         "--verbose", action=switch, default=defaults.verbose, help="print the compiler's commands (VERBOSE)"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 COMPILERS = ("g++", "clang++", "c++")  # what is looked for if CXX is not set
-OLDEST_GCC = 11  # knows every instruction set that is asked for by name
+OLDEST = {"g++": 11, "clang": 14}  # know every instruction set that is asked for by name
 WAY_OUT = (
     "install one (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) or set CXX to one that is there; "
     "without the kernels pagefleet runs on its reference ops, several times slower"
@@ -79,10 +79,9 @@ def find_compiler(wanted: str | None) -> Compiler:
     except (OSError, subprocess.CalledProcessError) as error:
         raise NoCompiler(f"CXX is {shlex.join(words)!r}, which does not run ({error}): {WAY_OUT}") from error
     name = "clang" if "clang" in banner.splitlines()[0] else "g++"
-    if name == "g++" and int(version.partition(".")[0]) < OLDEST_GCC:
-        raise NoCompiler(
-            f"{shlex.join(words)} is g++ {version}; it takes g++ {OLDEST_GCC} or newer, or clang: {WAY_OUT}"
-        )
+    if int(version.partition(".")[0]) < OLDEST[name]:
+        wanted = ", or ".join(f"{compiler} {oldest} or newer" for compiler, oldest in OLDEST.items())
+        raise NoCompiler(f"{shlex.join(words)} is {name} {version}; it takes {wanted}: {WAY_OUT}")
     return Compiler(tuple(words), name, version)
 
 

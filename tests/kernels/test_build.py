@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -124,8 +126,8 @@ def test_without_arch_specific_optimizations_there_is_one_unit_for_all(toy: Toy)
 @needs_compiler
 def test_fast_math_is_recorded_keeps_infinities_and_is_not_called_invariant(toy: Toy) -> None:
     commands = toy.build(USE_FAST_MATH="1", VERBOSE="on")
-    assert "-fassociative-math" in commands
-    assert not {"-ffast-math", "-Ofast", "-ffinite-math-only"} & set(commands.split())
+    assert "-ffp-contract=fast" in commands
+    assert not {"-ffast-math", "-Ofast", "-ffinite-math-only", "-fassociative-math"} & set(commands.split())
     assert toy.manifest["options"]["USE_FAST_MATH"] is True
     assert toy.manifest["batch_invariant"] is False
     assert "not batch-invariant" in describe_kernels(CpuConfig(library=toy.library), toy.manifest)
@@ -212,13 +214,23 @@ def test_without_a_compiler_the_way_out_is_named(toy: Toy, tmp_path: Path) -> No
     assert toy.run("--if-possible", PATH=str(tmp_path)).returncode == 0
 
 
-def test_a_compiler_that_is_too_old_is_named(toy: Toy, tmp_path: Path) -> None:
-    old = tmp_path / "g++-9"
-    old.write_text('#!/bin/sh\ncase "$1" in --version) echo "g++-9 (Toy) 9.4.0";; *) echo 9.4.0;; esac\n')
+@pytest.mark.parametrize(
+    ("command", "banner", "found"),
+    [
+        ("g++-9", "g++-9 (Toy) 9.4.0", "g++ 9.4.0"),
+        ("clang++-13", "Toy clang version 13.0.1", "clang 13.0.1"),
+    ],
+)
+def test_a_compiler_that_is_too_old_is_named(toy: Toy, tmp_path: Path, command: str, banner: str, found: str) -> None:
+    old = tmp_path / command
+    version = found.split()[1]
+    old.write_text(f'#!/bin/sh\ncase "$1" in --version) echo "{banner}";; *) echo {version};; esac\n')
     old.chmod(0o755)
     done = toy.run(CXX=str(old))
     assert done.returncode == 1
-    assert "g++-9 is g++ 9.4.0; it takes g++ 11 or newer, or clang" in done.stderr
+    assert f"{command} is {found}; it takes g++ 11 or newer, or clang 14 or newer: install one" in done.stderr
+    assert not toy.library.exists()
+    assert toy.run("--if-possible", CXX=str(old)).returncode == 0
 
 
 def test_a_compiler_that_is_not_there_is_named(toy: Toy) -> None:
@@ -231,6 +243,91 @@ def test_a_switch_is_0_or_1(toy: Toy) -> None:
     done = toy.run(USE_FAST_MATH="maybe")
     assert done.returncode == 1
     assert "USE_FAST_MATH is 'maybe'; it must be 0 or 1" in done.stderr
+
+
+# -- the wheel -------------------------------------------------------------------------------------------
+
+
+class Wheel:
+    """`hatch_build.py` in a checkout of two files; ci/wheel runs it in hatchling itself."""
+
+    def __init__(self, root: Path, hook: ModuleType) -> None:
+        self.root, self.hook = root, hook
+        self.sources, self.library = root / hook.SOURCES, root / hook.LIBRARY
+        self.sources.mkdir(parents=True)
+        (self.sources / "isa.cpp").write_text(ISA)
+        self.library.parent.mkdir(parents=True)
+
+    def compiled(self, **manifest: Any) -> None:
+        self.library.touch()
+        manifest = {"sources": self.hook.digest_sources(self.sources), "sanitizer": None} | manifest
+        self.library.with_suffix(".json").write_text(json.dumps(manifest))
+
+    def packed(self, version: str = "standard") -> dict[str, Any]:
+        """What the hook decides, from hatchling's defaults."""
+        build_data: dict[str, Any] = {"pure_python": True, "artifacts": []}
+        self.hook.KernelHook(str(self.root)).initialize(version, build_data)
+        return build_data
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
+    class Interface:  # hatchling is there only while a wheel is built
+        def __init__(self, root: str) -> None:
+            self.root = root
+
+    stand_in = ModuleType("hatchling.builders.hooks.plugin.interface")
+    vars(stand_in)["BuildHookInterface"] = Interface
+    parts = stand_in.__name__.split(".")
+    for depth in range(1, len(parts)):
+        name = ".".join(parts[:depth])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("hatch_build", SCRIPT.with_name("hatch_build.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    return Wheel(tmp_path, hook)
+
+
+def test_a_wheel_without_kernels_is_pure(wheel: Wheel) -> None:
+    assert wheel.packed() == {"pure_python": True, "artifacts": []}
+
+
+def test_a_wheel_with_kernels_is_for_this_platform_and_any_python_3(wheel: Wheel) -> None:
+    wheel.compiled()
+    packed = wheel.packed()
+    assert packed["pure_python"] is False
+    assert packed["artifacts"] == [f"/kernels/pagefleet_kernels/_cpu.{kind}" for kind in ("so", "json")]
+    assert packed["tag"].startswith("py3-none-")
+    assert set("-.") & set(packed["tag"].removeprefix("py3-none-")) == set()
+
+
+def test_an_editable_install_finds_the_library_where_it_is(wheel: Wheel) -> None:
+    wheel.compiled(sources="of another day")
+    assert wheel.packed("editable") == {"pure_python": True, "artifacts": []}
+
+
+@pytest.mark.parametrize("manifest", [{"sources": "of another day"}, {"sanitizer": "address"}])
+def test_kernels_of_other_sources_or_with_a_sanitizer_are_not_packed(wheel: Wheel, manifest: dict[str, str]) -> None:
+    wheel.compiled(**manifest)
+    with pytest.raises(RuntimeError, match=r"run python build_scripts/cpu\.py again, or delete it"):
+        wheel.packed()
+
+
+def test_kernels_that_changed_since_are_not_packed(wheel: Wheel) -> None:
+    wheel.compiled()
+    (wheel.sources / "new.h").write_text("")
+    with pytest.raises(RuntimeError, match="was not built from these sources"):
+        wheel.packed()
+
+
+def test_kernels_of_unknown_origin_are_not_packed(wheel: Wheel) -> None:
+    wheel.library.touch()
+    with pytest.raises(RuntimeError, match="was not built from these sources"):
+        wheel.packed()
 
 
 # -- what `pagefleet devices` says ---------------------------------------------------------------------

@@ -21,7 +21,7 @@ NEEDS = {  # flags of /proc/cpuinfo; the same that dispatch.cpp asks the process
 }
 NO_KERNELS = (
     "no native kernels: reference ops, several times slower; build them with `python build_scripts/cpu.py` in a "
-    "checkout (any g++ >= 11 or clang)"
+    "checkout (g++ >= 11 or clang >= 14)"
 )
 
 

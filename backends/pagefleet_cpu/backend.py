@@ -38,7 +38,7 @@ def _choose_ops() -> tuple[Ops, Traits]:
     """The compiled kernels where they were built; else torch's products, as invariant as this processor has them."""
     config = environment()
     if config.attention == "ipex":
-        return IpexAttention(load_paged_attention()), replace(PLAIN_TRAITS, batch_invariant=())
+        return IpexAttention(load_paged_attention()), traits()
     path = config.library or kernels.LIBRARY
     if path.is_file():
         library = kernels.load(path)

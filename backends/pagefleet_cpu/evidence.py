@@ -11,13 +11,12 @@ from typing import Any
 
 from pagefleet_cpu.config import ISAS, CpuConfig
 
+_AVX2 = {"avx2", "fma", "f16c"}
+_AVX512 = {*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"}
 NEEDS = {  # flags of /proc/cpuinfo; the same that dispatch.cpp asks the processor for
-    "avx2": {"avx2", "fma", "f16c"},
-    "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    "avx512bf16": {
-        *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
-        *("avx512_vnni", "avx512_bf16"),
-    },
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512bf16": {*_AVX512, "avx512_vnni", "avx512_bf16"},
 }
 NO_KERNELS = (
     "no native kernels: reference ops, several times slower; build them with `python build_scripts/cpu.py` in a "

@@ -94,13 +94,7 @@ class IpexAttention(PlainOps):
         else:
             self._paged_attention.flash_attn_varlen_func(
                 *(result, queries, cache[0], cache[1], own.query_starts, own.key_starts, own.max_queries, own.max_keys),
-                *(
-                    scale,
-                    True,
-                    own.block_tables,
-                    None,
-                    -1 if window is None else window - 1,
-                ),  # to the left of the token
+                *(scale, True, own.block_tables, None, -1 if window is None else window - 1),  # keys to the left
             )
         return out.flatten(1)
 

@@ -20,9 +20,10 @@ from pagefleet.torch_runner.host_tensors import bits, dense
 from pagefleet.torch_runner.layer import Layer, Norms, Weight
 from pagefleet.torch_runner.ops import Ops, op
 from pagefleet.torch_runner.plan import BatchPlan
+from pagefleet_cpu import TRAITS
 from pagefleet_kernels.cpu import PANEL, CpuKernels, PackedWeight
 
-QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "int8")  # formats multiplied in their own bits
+QUANTISED = TRAITS.weight_formats
 STRIP = 128  # rows that are packed at a time, a multiple of PANEL
 CPU = torch.device("cpu")
 
@@ -97,7 +98,7 @@ class CpuOps(Ops):
 
     @op
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        return self.kernels.logits(x, weight)
+        return self.kernels.linear(x, weight, dtype=torch.float32)
 
     @op
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:

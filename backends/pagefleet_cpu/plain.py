@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagefleet.torch_runner.ops import ReferenceOps, Weight, op
+from pagefleet.torch_runner.layer import Weight
+from pagefleet.torch_runner.ops import ReferenceOps, op
 
 STRIP = 1 << 20  # weights widened at a time: 4 MiB of float32 stay in the second-level cache
 

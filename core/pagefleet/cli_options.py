@@ -15,7 +15,9 @@ Device = Annotated[
     str | None,
     typer.Option("--device", "-d", help="Backend to use, NAME or NAME:INDEX. Default: TARGET_DEVICE, or auto."),
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16: of weights, activations and KV cache.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto, float32, bfloat16 or float16: of weights and activations; int8: of weights.")
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

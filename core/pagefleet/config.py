@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 NUMERICS = ("default", "strict")
 
 
@@ -86,7 +85,7 @@ class EngineConfig:
             )
 
     def _check_choices(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("kv_cache_dtype", KV_DTYPES), ("numerics", NUMERICS)):
+        for name, allowed in (("dtype", DTYPES), ("kv_cache_dtype", DTYPES), ("numerics", NUMERICS)):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")

@@ -125,18 +125,21 @@ class CpuKernels:
         self.pack_rows(weight, 0, rows)
         return weight
 
-    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, gate: str | None = None) -> Tensor:
-        """x [T, k] @ weight [n, k]^T + bias float32 [n]: [T, n], or gate(left half) * right half: [T, n / 2]."""
-        n, k = weight.shape
-        out = torch.empty((x.shape[0], n if gate is None else n // 2), dtype=x.dtype)
-        self._linear(out, x, weight.data, bias, FORMATS[weight.format], n, k, ACTIVATIONS[gate] if gate else 0)
-        return out
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
+        gate: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [T, k] @ weight [n, k]^T + bias float32 [n]: [T, n], or gate(left half) * right half: [T, n / 2].
 
-    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """x [T, k] @ weight [n, k]^T in float32, whatever the dtype of x."""
+        In `dtype`; None: that of x.
+        """
         n, k = weight.shape
-        out = torch.empty((x.shape[0], n), dtype=torch.float32)
-        self._linear(out, x, weight.data, None, FORMATS[weight.format], n, k, 0)
+        out = torch.empty((x.shape[0], n if gate is None else n // 2), dtype=dtype or x.dtype)
+        self._linear(out, x, weight.data, bias, FORMATS[weight.format], n, k, ACTIVATIONS[gate] if gate else 0)
         return out
 
     def gather(self, ids: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:

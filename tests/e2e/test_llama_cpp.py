@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -25,6 +24,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pagefleet import LLM, SamplingParams
+from pagefleet.bench.variants import gguf_variant
 from pagefleet_kernels import cpu as kernels
 
 cyllama = pytest.importorskip(
@@ -140,32 +140,10 @@ def log_softmax(logits: Array) -> NDArray[np.float64]:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def write_float32(source: Path, target: Path) -> None:
-    """A GGUF file with the same metadata and all tensors dequantised, by the gguf library."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
-            kind = field.types[0]
-            writer.add_key_value(
-                name, field.contents(), kind, field.types[-1] if kind is gguf.GGUFValueType.ARRAY else None
-            )
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    for tensor in reader.tensors:
-        shape = tensor.shape[::-1].tolist()
-        values: Any = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-        writer.add_tensor(tensor.name, np.ascontiguousarray(values, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def test_log_probs_agree_with_llama_cpp_in_float32(
     smollm2: Path, tmp_path: Path, raw_logits: Callable[..., Array]
 ) -> None:
-    write_float32(smollm2, tmp_path / "float32.gguf")
-    result = agreement(tmp_path / "float32.gguf", raw_logits)
+    result = agreement(gguf_variant(smollm2, "F32", tmp_path), raw_logits)
     print(result)
     assert result.max_logprob_error <= 1e-4, result
     assert result.max_api_error <= 1e-4, result

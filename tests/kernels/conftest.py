@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+
 from pagefleet_cpu.config import environment
 from pagefleet_kernels import cpu
 
@@ -10,3 +14,25 @@ if library is not None:
     if not library.is_file():
         raise FileNotFoundError(f"PAGEFLEET_CPU_LIBRARY is {library}, which is not there")
     cpu.LIBRARY = library
+
+
+@pytest.fixture
+def lib() -> cpu.CpuKernels:
+    try:
+        return cpu.load()
+    except cpu.KernelError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=cpu.ISAS)
+def isa(lib: cpu.CpuKernels, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set's kernels in turn, on two threads."""
+    threads = lib.num_threads
+    try:
+        lib.force_isa(request.param)
+    except cpu.KernelError as error:
+        pytest.skip(str(error))
+    lib.set_num_threads(2)
+    yield request.param
+    lib.force_isa(None)
+    lib.set_num_threads(threads)

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,37 +56,6 @@ class Case:
     @property
     def scale(self) -> float:
         return 1.5 / math.sqrt(self.head_dim)
-
-
-def units() -> list[str]:
-    """The instruction sets that this processor and this build have; none if there is no build."""
-    try:
-        lib = cpu.load()
-    except cpu.KernelError:
-        return []
-    found = []
-    for name in cpu.ISAS:
-        try:
-            lib.force_isa(name)
-            found.append(name)
-        except cpu.KernelError:
-            continue
-    lib.force_isa(None)
-    return found
-
-
-@pytest.fixture
-def lib() -> cpu.CpuKernels:
-    return cpu.load()
-
-
-@pytest.fixture(params=units())
-def isa(lib: cpu.CpuKernels, request: pytest.FixtureRequest) -> Iterator[str]:
-    threads = lib.num_threads
-    lib.force_isa(request.param)
-    yield request.param
-    lib.force_isa(None)
-    lib.set_num_threads(threads)
 
 
 def normal(*shape: int, seed: int) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -13,21 +11,13 @@ from numpy.typing import NDArray
 
 from pagefleet_kernels import cpu
 
-pytestmark = pytest.mark.skipif(not cpu.LIBRARY.is_file(), reason="the CPU kernels are not built here")
-
 BLOCK = {"Q8_0": 32, "Q4_0": 32, "Q4_1": 32, "Q4_K": 256, "Q6_K": 256, "int8": 1}
 F32 = np.float32
 
 
-@pytest.fixture(params=cpu.ISAS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[cpu.CpuKernels]:
-    kernels = cpu.load()
-    try:
-        kernels.force_isa(request.param)
-    except cpu.KernelError as error:
-        pytest.skip(str(error))
-    yield kernels
-    kernels.force_isa(None)
+@pytest.fixture
+def kernels(lib: cpu.CpuKernels, isa: str) -> cpu.CpuKernels:
+    return lib
 
 
 def random_rows(format: str, n: int, k: int, seed: int = 0) -> NDArray[np.uint8]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,38 +16,7 @@ F32, BF16, F16, I8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
 DTYPES = (F32, BF16, F16)
 TOLERANCE = {F32: 2e-6, BF16: 4e-3, F16: 5e-4}  # relative: half a unit of the last place, and a little of float32's
 CANARY = 77.0
-
-
-def units() -> list[str]:
-    """The instruction sets that this processor and this build have; none if there is no build."""
-    try:
-        lib = cpu.load()
-    except cpu.KernelError:
-        return []
-    found = []
-    for name in cpu.ISAS:
-        try:
-            lib.force_isa(name)
-            found.append(name)
-        except cpu.KernelError:
-            continue
-    lib.force_isa(None)
-    return found
-
-
-@pytest.fixture
-def lib() -> cpu.CpuKernels:
-    return cpu.load()
-
-
-@pytest.fixture(params=units(), autouse=True)
-def isa(lib: cpu.CpuKernels, request: pytest.FixtureRequest) -> Iterator[str]:
-    threads = lib.num_threads
-    lib.force_isa(request.param)
-    lib.set_num_threads(2)
-    yield request.param
-    lib.force_isa(None)
-    lib.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor
 from pagefleet.backend import ForwardBatch, HostTensor, KVLayout
 from pagefleet.model import ModelSpec
 from pagefleet.rope import RopeSpec
-from pagefleet.torch_runner.ops import Norms, Ops, ReferenceOps, Weight
+from pagefleet.torch_runner.layer import Norms, Weight
+from pagefleet.torch_runner.ops import Ops, ReferenceOps
 from pagefleet.torch_runner.plan import TilePlan, plan_tiles, plan_writes
 from pagefleet_cpu.ops import CpuOps
 from pagefleet_cpu.plain import PlainOps

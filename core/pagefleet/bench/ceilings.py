@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 from pagefleet.bench.roofline import Ceilings
@@ -20,12 +19,3 @@ def measure_ceilings(torch_device: str | None = None) -> tuple[Ceilings, dict[st
         raise RuntimeError(f"the ceilings could not be measured: {done.stderr.strip()[-500:]}")
     found = json.loads(done.stdout)
     return Ceilings(max(found["bandwidth"].values()), found["rates"]), found
-
-
-def raise_ceilings(ceilings: Ceilings, ops: Any) -> Ceilings:
-    """The higher of these and what the ops' own kernels reach, if they can say: `ops.ceilings()`, type -> FLOP/s."""
-    own: dict[str, float] = getattr(ops, "ceilings", dict)()
-    return replace(
-        ceilings,
-        rates={name: max(ceilings.rates.get(name, 0.0), own.get(name, 0.0)) for name in {**ceilings.rates, **own}},
-    )

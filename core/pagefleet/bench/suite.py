@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pagefleet.bench.ceilings import measure_ceilings, raise_ceilings
+from pagefleet.bench.ceilings import measure_ceilings
 from pagefleet.bench.compare import PLAN, Plan, compare
 from pagefleet.bench.peers import WEIGHTS, find_peer, ours
 from pagefleet.bench.report import batching_table, ceilings_table, comparison_table, roofline_table, step_summary
@@ -89,7 +89,6 @@ class Suite:
         self.progress("measuring the machine's ceilings")
         backend = llm._engine.engine.backend
         ceilings, found = measure_ceilings(str(getattr(backend, "device", "")))
-        ceilings = raise_ceilings(ceilings, getattr(backend, "ops", None))
         self.console.print(ceilings_table(found))
         self.found["ceilings"], self.found["roofline"] = found, {}
         for num_streams in STREAMS:

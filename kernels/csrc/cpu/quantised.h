@@ -282,9 +282,17 @@ using Rows = const Prepared* [R];
 template <int R>
 using TileSums = vf[R][kPanelVecs];
 
+template <int R>
+PF_INLINE void start(const Rows<R>& rows, int64_t b, int half, Narrow (&dots)[R][kPanelVecs]) {
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < kPanelVecs; ++i) dots[r][i] = (Narrow)set1i(rows[r][b].bias[half]);
+}
+
 // 32 nibbles of each output
 template <int R>
-PF_INLINE void add_nibbles(const uint8_t (*q)[64], const Rows<R>& rows, int64_t b, Narrow (&dots)[R][kPanelVecs]) {
+PF_INLINE void nibble_dots(const uint8_t (*q)[64], const Rows<R>& rows, int64_t b, vi (&dots)[R][kPanelVecs]) {
+  Narrow narrow[R][kPanelVecs];
+  start<R>(rows, b, 0, narrow);
 #pragma GCC unroll 4
   for (int g = 0; g < 4; ++g) {
     vb low[kPanelVecs], high[kPanelVecs];
@@ -296,15 +304,11 @@ PF_INLINE void add_nibbles(const uint8_t (*q)[64], const Rows<R>& rows, int64_t 
     for (int r = 0; r < R; ++r) {
       const vb x = broadcast4(rows[r][b].q + 4 * g), y = broadcast4(rows[r][b].q + 4 * g + 16);
       for (int i = 0; i < kPanelVecs; ++i)
-        dots[r][i] = at_once(add_small(add_small(dots[r][i], low[i], x), high[i], y));
+        narrow[r][i] = at_once(add_small(add_small(narrow[r][i], low[i], x), high[i], y));
     }
   }
-}
-
-template <int R>
-PF_INLINE void start(const Rows<R>& rows, int64_t b, int half, Narrow (&dots)[R][kPanelVecs]) {
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < kPanelVecs; ++i) dots[r][i] = (Narrow)set1i(rows[r][b].bias[half]);
+    for (int i = 0; i < kPanelVecs; ++i) dots[r][i] = widen(narrow[r][i]);
 }
 
 // up to 32 signed bytes of each output
@@ -338,12 +342,6 @@ PF_INLINE void add_minima(const vf (&m)[kPanelVecs], const Rows<R>& rows, int64_
     for (int i = 0; i < kPanelVecs; ++i) sums[r][i] = sums[r][i] + m[i] * rows[r][b].offset;
 }
 
-template <int R>
-PF_INLINE void widen_all(const Narrow (&narrow)[R][kPanelVecs], vi (&dots)[R][kPanelVecs]) {
-  for (int r = 0; r < R; ++r)
-    for (int i = 0; i < kPanelVecs; ++i) dots[r][i] = widen(narrow[r][i]);
-}
-
 // A format is how a block of a panel is added to the sums of R rows, and what these are multiplied with at the end.
 struct Blockwise {
   PF_INLINE vf finish(const uint8_t*, int, vf sum) { return sum; }
@@ -365,11 +363,8 @@ struct BlockwiseQ4_0 : Blockwise {
   template <int R>
   PF_INLINE void add(const uint8_t* panel, int64_t b, int64_t, const Rows<R>& rows, TileSums<R>& sums) {
     const PairQ4_0& pair = ((const PairQ4_0*)panel)[b / 2];
-    Narrow narrow[R][kPanelVecs];
     vi dots[R][kPanelVecs];
-    start<R>(rows, b, 0, narrow);
-    add_nibbles<R>(pair.q[b % 2], rows, b, narrow);
-    widen_all<R>(narrow, dots);
+    nibble_dots<R>(pair.q[b % 2], rows, b, dots);
     vf d[kPanelVecs];
     for (int i = 0; i < kPanelVecs; ++i) d[i] = half_scales(pair.d[b % 2], i);
     add_scaled<R>(dots, d, rows, b, sums);
@@ -380,11 +375,8 @@ struct BlockwiseQ4_1 : Blockwise {
   template <int R>
   PF_INLINE void add(const uint8_t* panel, int64_t b, int64_t, const Rows<R>& rows, TileSums<R>& sums) {
     const BlockQ4_1& block = ((const BlockQ4_1*)panel)[b];
-    Narrow narrow[R][kPanelVecs];
     vi dots[R][kPanelVecs];
-    start<R>(rows, b, 0, narrow);
-    add_nibbles<R>(block.q, rows, b, narrow);
-    widen_all<R>(narrow, dots);
+    nibble_dots<R>(block.q, rows, b, dots);
     vf d[kPanelVecs], m[kPanelVecs];
     for (int i = 0; i < kPanelVecs; ++i) d[i] = half_scales(block.d, i), m[i] = half_scales(block.m, i);
     add_scaled<R>(dots, d, rows, b, sums);
@@ -397,11 +389,8 @@ struct BlockwiseQ4_K : Blockwise {
   PF_INLINE void add(const uint8_t* panel, int64_t b, int64_t, const Rows<R>& rows, TileSums<R>& sums) {
     const BlockQ4_K& block = ((const BlockQ4_K*)panel)[b / 8];
     const int64_t g = b % 8;
-    Narrow narrow[R][kPanelVecs];
     vi dots[R][kPanelVecs];
-    start<R>(rows, b, 0, narrow);
-    add_nibbles<R>(block.q[g], rows, b, narrow);
-    widen_all<R>(narrow, dots);
+    nibble_dots<R>(block.q[g], rows, b, dots);
     vf d[kPanelVecs], m[kPanelVecs];
     for (int i = 0; i < kPanelVecs; ++i) {
       d[i] = half_scales(block.d, i) * byte_scales(block.scale[g], i);

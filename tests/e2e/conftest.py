@@ -13,26 +13,12 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_models import TINY, save
 
 from pagefleet.backend import Backend, ForwardBatch, KVLayout
 from pagefleet.plugins import Plugins
 from pagefleet.weights import DenseWeights, open_checkpoint
 
-VOCAB_SIZE = 256
-TINY: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
 WINDOW = 24  # smaller than most sequences of these tests
 # one row a variant: model_type, what differs from TINY
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,13 +40,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         config = transformers.AutoConfig.for_model(model_type, **{**TINY, **changes})
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _randomise(model)
-        folder = tmp_path_factory.mktemp(variant)
-        model.save_pretrained(folder)
-        words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
-        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        special = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2"}
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
-        return folder
+        return save(model, tmp_path_factory.mktemp(variant))
 
     return write
 

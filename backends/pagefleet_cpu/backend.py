@@ -16,6 +16,7 @@ from pagefleet_cpu.config import environment
 from pagefleet_cpu.ipex import IpexAttention, load_paged_attention
 from pagefleet_cpu.ops import CpuOps
 from pagefleet_cpu.plain import PlainOps
+from pagefleet_cpu.sampler import CpuSampler
 from pagefleet_cpu.threads import choose_num_threads
 from pagefleet_kernels import cpu as kernels
 
@@ -27,6 +28,8 @@ class CpuBackend(TorchBackend):
         if index:
             raise BackendError(f"cpu:{index}: the host's processors are one device; use cpu or cpu:0")
         super().__init__("cpu", *_choose_ops())
+        if isinstance(self.ops, CpuOps):
+            self.sampler = CpuSampler(self.ops.kernels)
 
     def kv_budget(self) -> int | None:
         """Half of the memory that is free and within the control group's limit, at most `MAX_KV_BYTES`."""

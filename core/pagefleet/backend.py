@@ -34,6 +34,7 @@ __all__ = [
     "ModelSpec",
     "Probe",
     "SampledTokens",
+    "Sampler",
     "SamplingBatch",
     "Traits",
     "WeightSource",
@@ -232,6 +233,7 @@ class Backend(ABC):
     """A device. Calls come from one thread at a time, in order; nothing is shared between two instances."""
 
     traits: Traits = Traits()
+    sampler: Sampler = Sampler()  # of the default sample()
 
     # a device supplies these
 
@@ -263,9 +265,9 @@ class Backend(ABC):
     def sample(self, logits: Logits, sampling: SamplingBatch) -> PendingTokens:
         """Draw a token from each of logits 0..S-1 and score S..S+P-1; the rest is padding. See `SamplingBatch`.
 
-        The default samples on the host, as the reference does.
+        The default samples on the host, with `sampler`.
         """
-        return ReadyTokens(Sampler.sample(self.to_host(logits), sampling))
+        return ReadyTokens(self.sampler.sample(self.to_host(logits), sampling))
 
     def copy_blocks(self, pairs: NDArray[np.int32]) -> None:
         """Copy KV blocks, `pairs` [C, 2] of (source, destination), in every layer. No destination is a source."""

@@ -59,25 +59,33 @@ class SampledTokens:
 
 
 class Sampler:
-    """Draws tokens from logits on the host."""
+    """Draws tokens from logits on the host. A backend may do `mask` and `draw` its own way, see `Backend.sampler`."""
 
-    @staticmethod
     @np.errstate(over="ignore")  # what overflows on its way to a weight of 0 is 0
-    def sample(logits: NDArray[np.float32], batch: SamplingBatch) -> SampledTokens:
+    def sample(self, logits: NDArray[np.float32], batch: SamplingBatch) -> SampledTokens:
         """Draw from logits [>= S + P, vocab_size], which are left as they are."""
         num_samples = len(batch.positions)
-        rows = logits[:num_samples]
-        token_ids = rows.argmax(-1).astype(np.int32)
-        uniforms = uniform(batch.seeds, batch.positions)
+        rows, uniforms = logits[:num_samples], uniform(batch.seeds, batch.positions)
         errors: dict[int, Exception] = {}
-        special = (batch.temperature > 0) | np.isin(np.arange(num_samples), list(batch.rules))
-        for i in np.flatnonzero(special | ~np.isfinite(rows[np.arange(num_samples), token_ids])).tolist():
-            try:
-                token_ids[i] = _draw(rows[i], batch, i, float(uniforms[i]))
-            except Exception as error:  # a user's logits processor may raise anything; it concerns this row only
-                errors[i] = error
-            except (SystemExit, CancelledError) as error:
-                errors[i] = RuntimeError(f"a logits processor raised {type(error).__name__}: {error}")
+        ruled = sorted(batch.rules, key=lambda row: batch.rules[row].mask is None)  # those with a mask first
+        temperature = batch.temperature.copy()
+        temperature[ruled] = 0  # drawn below; only whether they are finite is looked at here
+        token_ids = self.draw(rows, temperature, batch.top_k, batch.top_p, batch.min_p, uniforms)
+        finite = (token_ids >= 0) & np.isfinite(rows[np.arange(num_samples), token_ids])
+        for i in np.flatnonzero(~finite).tolist():
+            errors[i] = ValueError("no token can be sampled: the model's logits are not finite")
+        if ruled := [row for row in ruled if row not in errors]:
+            changed = self._apply_rules(rows[ruled], ruled, batch, errors)
+            cuts = batch.top_k[ruled], batch.top_p[ruled], batch.min_p[ruled]
+            drawn = self.draw(changed, batch.temperature[ruled], *cuts, uniforms[ruled])
+            for row, token_id in zip(ruled, drawn.tolist(), strict=True):
+                if row in errors:
+                    continue
+                if token_id < 0:
+                    errors[row] = ValueError("no token can be sampled: the request's parameters leave none")
+                else:
+                    batch.rules[row].output.append(token_id)
+                token_ids[row] = token_id
         logprobs = {
             i: row_logprobs(rows[i], int(token_ids[i]), int(batch.num_logprobs[i]))
             for i in np.flatnonzero(batch.num_logprobs != NO_LOGPROBS).tolist()
@@ -89,27 +97,57 @@ class Sampler:
         ]
         return SampledTokens(token_ids, logprobs, prompt_logprobs, errors)
 
+    def mask(self, logits: NDArray[np.float32], masks: NDArray[np.int32]) -> None:
+        """Logits [N, V] of tokens whose bit in `masks` [N, ceil(V / 32)] is 0 (see `token_mask`) become -inf."""
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        logits[bits == 0] = -np.inf
 
-def _draw(logits: NDArray[np.float32], batch: SamplingBatch, row: int, uniform: float) -> int:
-    """One token from one row's logits [V]: rules, then temperature, min-p, top-k, top-p, as vLLM orders them."""
-    if not np.isfinite(logits.max()):
-        raise ValueError("no token can be sampled: the model's logits are not finite")
-    rules = batch.rules.get(row)
-    if rules is not None:
-        logits = rules.apply(logits.copy(), int(batch.positions[row]))
-    highest = logits.max()
-    if highest == -np.inf:
-        raise ValueError("no token can be sampled: the request's parameters leave none")
-    if batch.temperature[row] > 0:
-        if highest == np.inf:  # what a logits processor makes certain
-            logits = np.where(logits == np.inf, np.float32(0), np.float32(-np.inf))
-        shape = int(batch.top_k[row]), float(batch.top_p[row]), float(batch.min_p[row])
-        token_id = draw(logits, float(batch.temperature[row]), *shape, uniform)
-    else:
-        token_id = int(logits.argmax())
-    if rules is not None:
-        rules.output.append(token_id)
-    return token_id
+    def draw(
+        self,
+        logits: NDArray[np.float32],
+        temperature: NDArray[np.float32],
+        top_k: NDArray[np.int32],
+        top_p: NDArray[np.float32],
+        min_p: NDArray[np.float32],
+        uniforms: NDArray[np.float64],
+    ) -> NDArray[np.int32]:
+        """A token of each row of logits [N, V], which are left as they are; the other arrays are [N].
+
+        Temperature, top-k, min-p, top-p, as vLLM orders them, then the token at quantile `uniforms`. Where logits are
+        inf, one of these tokens is drawn; -1 where one is NaN, or none above -inf.
+        """
+        highest = logits.max(-1)
+        token_ids = np.where(highest > -np.inf, logits.argmax(-1), -1).astype(np.int32)
+        for i in np.flatnonzero((temperature > 0) & (token_ids >= 0)).tolist():
+            row = logits[i]
+            if highest[i] == np.inf:  # what a logits processor makes certain
+                row = np.where(row == np.inf, np.float32(0), np.float32(-np.inf))
+            shape = float(temperature[i]), int(top_k[i]), float(top_p[i]), float(min_p[i])
+            token_ids[i] = draw(row, *shape, float(uniforms[i]))
+        return token_ids
+
+    def _apply_rules(
+        self, logits: NDArray[np.float32], rows: list[int], batch: SamplingBatch, errors: dict[int, Exception]
+    ) -> NDArray[np.float32]:
+        """The logits [N, V] of `rows` (those with a mask first), as their rules have them; changed in place."""
+        masks = [rules.mask for rules in (batch.rules[row] for row in rows) if rules.mask is not None]
+        if masks:
+            self.mask(logits[: len(masks)], np.stack(masks))
+        for own, row in zip(logits, rows, strict=True):
+            try:
+                own[:] = batch.rules[row].apply(own, int(batch.positions[row]))
+            except Exception as error:  # a user's logits processor may raise anything; it concerns this row only
+                errors[row] = error
+            except (SystemExit, CancelledError) as error:
+                errors[row] = RuntimeError(f"a logits processor raised {type(error).__name__}: {error}")
+        return logits
+
+
+def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """A mask [ceil(V / 32)] that allows these tokens: bit i % 32 of word i // 32 is token i's."""
+    bits = np.zeros((vocab_size + 31) // 32 * 32, np.bool_)
+    bits[list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def draw(
@@ -213,10 +251,12 @@ class LogitsRules:
         prompt_token_ids: NDArray[np.int32],
         stop_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]],
+        vocab_size: int,
     ) -> None:
         self.params, self.prompt_token_ids = params, prompt_token_ids
         self.stop_ids, self.bad_words = np.array(stop_ids, np.intp), [list(word) for word in bad_words]
-        self.allowed_ids = np.array(params.allowed_token_ids or (), np.intp)
+        allowed = params.allowed_token_ids
+        self.mask = None if allowed is None else token_mask(allowed, vocab_size)  # comes before everything else
         self.biased_ids = np.array(list(params.logit_bias), np.intp)
         self.biases = np.array(list(params.logit_bias.values()), np.float32)
         self.output: list[int] = []  # tokens drawn so far: the sampler is ahead of the request
@@ -230,13 +270,9 @@ class LogitsRules:
         return bool(penalties or masks or params.logits_processors)
 
     def apply(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float32]:
-        """The logits [V] of the token at `position`, changed in place where possible."""
+        """The logits [V] of the token at `position`, masked already, changed in place where possible."""
         del self.output[position - len(self.prompt_token_ids) :]  # drawn before a preemption, now drawn again
         params = self.params
-        if params.allowed_token_ids is not None:
-            allowed = logits[self.allowed_ids]
-            logits[:] = -np.inf
-            logits[self.allowed_ids] = allowed
         for *prefix, last in self.bad_words:
             if not prefix or self.output[-len(prefix) :] == prefix:
                 logits[last] = -np.inf

@@ -29,6 +29,7 @@ FORMATS: Mapping[str, int] = MappingProxyType(  # `Format` of csrc/cpu/kernels.h
 ACTIVATIONS: Mapping[str, int] = MappingProxyType({"silu": 1, "gelu": 2, "gelu_tanh": 3})
 ISAS = ("scalar", "avx2", "avx512", "avx512bf16")
 
+OPS = ("pack", "linear", "gather", "norm", "rope", "attention", "gate", "sample", "mask", "layer")
 PANEL = 16  # outputs of a weight that are packed together
 
 
@@ -61,10 +62,17 @@ class CpuKernels:
                 f"{path} does not load: {error}. Build it again in this environment: python build_scripts/cpu.py"
             ) from error
         self._declare()
+        missing = [name for name in OPS if not hasattr(torch.ops.pagefleet_cpu, name)]
+        if missing:
+            raise KernelError(
+                f"{path} is of other sources than this package: it has no {missing[0]}. "
+                "Build it again: python build_scripts/cpu.py"
+            )
         ops = torch.ops.pagefleet_cpu
         self._pack, self._linear, self._gather = ops.pack.default, ops.linear.default, ops.gather.default
         self._norm, self._rope, self._gate = ops.norm.default, ops.rope.default, ops.gate.default
         self._attention, self._layer = ops.attention.default, ops.layer.default
+        self._sample, self._mask = ops.sample.default, ops.mask.default
 
     def _declare(self) -> None:
         library = self._library
@@ -230,6 +238,26 @@ class CpuKernels:
         self._gate(out, x, ACTIVATIONS[activation])
         return out
 
+    def sample(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
+    ) -> Tensor:
+        """The token at quantile `uniforms` float64 [S] of each row of float32 `logits` [S, V]: int32 [S].
+
+        Of the distribution at `temperature` float32 [S] (0: the most likely token), cut to the `top_k` int32 [S] most
+        likely (0: all), to `min_p` float32 [S] times the highest probability, and to the nucleus of `top_p` float32
+        [S]. A row with NaN, or with -inf alone, gives -1; where logits are inf, one of these tokens is drawn.
+        """
+        tokens = torch.empty(logits.shape[0], dtype=torch.int32)
+        self._sample(tokens, logits, temperature, top_k, top_p, min_p, uniforms)
+        return tokens
+
+    def mask(self, logits: Tensor, masks: Tensor) -> None:
+        """Float32 `logits` [S, V] of tokens whose bit in `masks` int32 [S, ceil(V / 32)] is 0 become -inf, in place.
+
+        Token i has bit i % 32 of word i // 32.
+        """
+        self._mask(logits, masks)
+
     def layer(
         self,
         residual: Tensor,
@@ -286,7 +314,7 @@ def _load(path: Path) -> CpuKernels:
     if not path.is_file():
         raise KernelError(f"{path} is not there: build it with python build_scripts/cpu.py")
     kernels = CpuKernels(path)
-    for name in ("pack", "linear", "gather", "norm", "rope", "attention", "gate", "layer"):
+    for name in OPS:
         torch.library.register_fake(f"pagefleet_cpu::{name}", lambda *args: None)  # they only write what they are given
     return kernels
 

@@ -141,7 +141,7 @@ def test_seeds_draw_from_the_distribution(shape: tuple[Any, ...]) -> None:
     batch = make_batch(
         num_draws, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=np.arange(num_draws)
     )
-    tokens = Sampler.sample(np.broadcast_to(logits, (num_draws, VOCAB)), batch).token_ids
+    tokens = Sampler().sample(np.broadcast_to(logits, (num_draws, VOCAB)), batch).token_ids
     z = chi_square_z(np.bincount(tokens, minlength=VOCAB), np.array(expected_probabilities(logits, *shape)))
     assert abs(z) < 4  # the seeds are fixed: what passes once passes always
 
@@ -149,7 +149,7 @@ def test_seeds_draw_from_the_distribution(shape: tuple[Any, ...]) -> None:
 def test_positions_of_one_seed_draw_from_the_distribution() -> None:
     logits, num_draws = random_logits(2), 10_000
     batch = make_batch(num_draws, seeds=7, positions=np.arange(num_draws))
-    tokens = Sampler.sample(np.broadcast_to(logits, (num_draws, VOCAB)), batch).token_ids
+    tokens = Sampler().sample(np.broadcast_to(logits, (num_draws, VOCAB)), batch).token_ids
     z = chi_square_z(np.bincount(tokens, minlength=VOCAB), np.array(expected_probabilities(logits, *SHAPES[0])))
     assert abs(z) < 4
 
@@ -225,7 +225,7 @@ def test_huge_logits_do_not_overflow(temperature: float) -> None:
     logits = np.full((1, VOCAB), -3e38, np.float32)
     logits[0, 7] = 3e38
     with np.errstate(all="raise", under="ignore"):
-        sampled = Sampler.sample(logits, make_batch(1, temperature=temperature, num_logprobs=2))
+        sampled = Sampler().sample(logits, make_batch(1, temperature=temperature, num_logprobs=2))
     assert (sampled.token_ids.tolist(), dict(sampled.errors)) == ([7], {})
     assert sampled.logprobs[0].logprobs[:2].tolist() == [0, 0]
 
@@ -234,12 +234,12 @@ def test_huge_logits_do_not_overflow(temperature: float) -> None:
 @pytest.mark.parametrize("broken", [np.nan, np.inf, "all -inf", "one nan"])
 def test_logits_that_are_not_finite_are_an_error_of_their_row_only(temperature: float, broken: Any) -> None:
     logits = np.stack([random_logits(i) for i in range(3)])
-    alone = [Sampler.sample(logits[i : i + 1], make_batch(1, temperature=temperature, seeds=i)) for i in range(3)]
+    alone = [Sampler().sample(logits[i : i + 1], make_batch(1, temperature=temperature, seeds=i)) for i in range(3)]
     if broken == "one nan":
         logits[1, 20] = np.nan
     else:
         logits[1] = -np.inf if broken == "all -inf" else broken
-    sampled = Sampler.sample(logits, make_batch(3, temperature=temperature, seeds=[0, 1, 2], num_logprobs=1))
+    sampled = Sampler().sample(logits, make_batch(3, temperature=temperature, seeds=[0, 1, 2], num_logprobs=1))
     assert list(sampled.errors) == [1]
     assert "not finite" in str(sampled.errors[1])
     assert sampled.token_ids[[0, 2]].tolist() == [int(alone[0].token_ids[0]), int(alone[2].token_ids[0])]
@@ -249,17 +249,15 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_only(temperature: 
 def test_tokens_of_minus_infinity_are_left_out() -> None:
     logits = np.full((1, VOCAB), -np.inf, np.float32)
     logits[0, [3, 5]] = 0
-    tokens = {
-        int(Sampler.sample(logits, make_batch(1, seeds=seed, top_p=0.99, min_p=0.1)).token_ids[0]) for seed in range(50)
-    }
-    assert tokens == {3, 5}
+    batch = make_batch(50, seeds=range(50), top_p=0.99, min_p=0.1)
+    assert set(Sampler().sample(np.tile(logits, (50, 1)), batch).token_ids.tolist()) == {3, 5}
 
 
 def test_logits_are_left_as_they_are() -> None:
     logits = np.stack([random_logits(i) for i in range(2)])
     before = logits.copy()
     rules = {0: make_rules(SamplingParams(logit_bias={1: 5.0}, repetition_penalty=2.0, allowed_token_ids=[1, 2, 3]))}
-    Sampler.sample(logits, make_batch(2, rules=rules, num_logprobs=3, top_k=3))
+    Sampler().sample(logits, make_batch(2, rules=rules, num_logprobs=3, top_k=3))
     assert (logits == before).all()
 
 
@@ -293,7 +291,7 @@ def test_logprobs_are_those_before_penalties_and_temperature() -> None:
     logits = random_logits(5)[None]
     rules = {0: make_rules(SamplingParams(allowed_token_ids=[int(logits[0].argmin())]))}
     batch = make_batch(1, temperature=0.1, num_logprobs=3, rules=rules)
-    sampled = Sampler.sample(logits, batch)
+    sampled = Sampler().sample(logits, batch)
     assert sampled.logprobs[0].rank == VOCAB
     assert (
         sampled.logprobs[0].logprobs.tolist() == row_logprobs(logits[0], int(logits[0].argmin()), 3).logprobs.tolist()
@@ -305,7 +303,7 @@ def test_only_rows_that_ask_get_logprobs_and_prompt_rows_follow_them() -> None:
     batch = make_batch(
         3, num_logprobs=[NO_LOGPROBS, 0, 4], prompt_targets=[9, int(logits[4].argmax())], prompt_num_logprobs=[2, 0]
     )
-    sampled = Sampler.sample(logits, batch)
+    sampled = Sampler().sample(logits, batch)
     assert {row: len(found.token_ids) for row, found in sampled.logprobs.items()} == {1: 1, 2: 5}
     assert [row.token_ids[0] for row in sampled.prompt_logprobs] == [9, logits[4].argmax()]
     assert [len(row.token_ids) for row in sampled.prompt_logprobs] == [3, 1]
@@ -314,7 +312,7 @@ def test_only_rows_that_ask_get_logprobs_and_prompt_rows_follow_them() -> None:
 
 def test_a_step_may_score_a_prompt_without_sampling() -> None:
     logits = random_logits(6)[None]
-    sampled = Sampler.sample(logits, make_batch(0, prompt_targets=[3], prompt_num_logprobs=[1]))
+    sampled = Sampler().sample(logits, make_batch(0, prompt_targets=[3], prompt_num_logprobs=[1]))
     assert (len(sampled.token_ids), len(sampled.prompt_logprobs)) == (0, 1)
 
 
@@ -327,13 +325,16 @@ def make_rules(
     stop_ids: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
 ) -> LogitsRules:
-    return LogitsRules(params, np.array(prompt, np.int32), stop_ids, bad_words)
+    return LogitsRules(params, np.array(prompt, np.int32), stop_ids, bad_words, VOCAB)
 
 
 def apply_after(rules: LogitsRules, output: Sequence[int], logits: Logits) -> Logits:
     """The logits of the token that follows `output`."""
     rules.output[:] = output
-    return rules.apply(logits.copy(), len(rules.prompt_token_ids) + len(output))
+    logits = logits.copy()
+    if rules.mask is not None:
+        Sampler().mask(logits[None], rules.mask[None])
+    return rules.apply(logits, len(rules.prompt_token_ids) + len(output))
 
 
 @settings(deadline=None)
@@ -420,7 +421,7 @@ def test_no_bias_brings_back_a_token_that_is_not_allowed() -> None:
 def test_a_request_that_allows_no_token_fails_alone() -> None:
     logits = np.stack([random_logits(1)] * 2)
     rules = {0: make_rules(SamplingParams(allowed_token_ids=[5]), bad_words=[[5]])}
-    sampled = Sampler.sample(logits, make_batch(2, rules=rules))
+    sampled = Sampler().sample(logits, make_batch(2, rules=rules))
     assert "parameters leave none" in str(sampled.errors[0])
     assert list(sampled.errors) == [0]
 
@@ -432,7 +433,7 @@ def sample_with(processor: Callable[..., Any], *, temperature: float = 0.0, posi
     """One row whose logits go through `processor`, and one that is left alone."""
     rules = {0: make_rules(SamplingParams(logits_processors=[processor]))}
     logits = np.stack([random_logits(1), random_logits(2)])
-    return Sampler.sample(logits, make_batch(2, temperature=temperature, rules=rules, positions=position))
+    return Sampler().sample(logits, make_batch(2, temperature=temperature, rules=rules, positions=position))
 
 
 def test_a_processor_of_two_arguments_gets_the_output_and_one_of_three_the_prompt_too() -> None:
@@ -597,7 +598,7 @@ def test_a_row_draws_the_same_token_in_any_company(size: int) -> None:
 
     def sample(rows: Sequence[int]) -> SampledTokens:
         chosen = {name: column[list(rows)] for name, column in columns.items()}
-        return Sampler.sample(logits[list(rows)], make_batch(len(rows), rules=rules(rows), **chosen))
+        return Sampler().sample(logits[list(rows)], make_batch(len(rows), rules=rules(rows), **chosen))
 
     together = sample(range(60))
     assert not together.errors
@@ -621,7 +622,7 @@ def test_a_token_drawn_again_after_a_preemption_is_the_same() -> None:
         while len(tokens) < 8:
             step = len(tokens)
             batch = make_batch(1, rules={0: rules}, seeds=11, positions=3 + step)
-            tokens.append(int(Sampler.sample(logits[step : step + 1], batch).token_ids[0]))
+            tokens.append(int(Sampler().sample(logits[step : step + 1], batch).token_ids[0]))
             if restarts and len(tokens) == restarts[0] + 2:
                 del tokens[restarts.pop(0) :]
         return tokens
@@ -632,4 +633,4 @@ def test_a_token_drawn_again_after_a_preemption_is_the_same() -> None:
 def test_greedy_takes_the_first_of_equal_tokens() -> None:
     logits = np.zeros((1, VOCAB), np.float32)
     logits[0, [7, 30]] = 1
-    assert Sampler.sample(logits, make_batch(1, temperature=0)).token_ids.tolist() == [7]
+    assert Sampler().sample(logits, make_batch(1, temperature=0)).token_ids.tolist() == [7]

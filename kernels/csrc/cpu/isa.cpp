@@ -8,6 +8,7 @@
 #include "norm.h"
 #include "quantised.h"
 #include "rope.h"
+#include "sample.h"
 
 #define PF_STRING(x) #x
 #define PF_NAME(x) PF_STRING(x)
@@ -74,6 +75,9 @@ const Kernels PF_TABLE(PAGEFLEET_ISA) = {
     PAGEFLEET_ISA::attention_items,
     PAGEFLEET_ISA::merge_items,
     PAGEFLEET_ISA::gate_rows,
+    PAGEFLEET_ISA::sample_scratch,
+    PAGEFLEET_ISA::sample_rows,
+    PAGEFLEET_ISA::mask_rows,
 };
 
 }  // namespace pagefleet

@@ -143,6 +143,26 @@ struct GateArgs {
   Activation activation;
 };
 
+// A token drawn from each row of logits; an item is a row. See sample.h.
+struct SampleArgs {
+  const float* logits;  // [rows, vocab]
+  int64_t stride;       // elements between rows
+  int64_t vocab;
+  const float* temperature;  // [rows], 0: the most likely token
+  const int32_t* top_k;      // 0: all
+  const float* top_p;
+  const float* min_p;
+  const double* uniforms;  // [rows] in [0, 1): the quantile to take
+  int32_t* tokens;         // [rows], -1: no logit is above -infinity, or one is NaN
+};
+
+// Logits of tokens whose bit is 0 become -infinity; an item is a row.
+struct MaskArgs {
+  float* logits;  // [rows, vocab]
+  int64_t stride, vocab;
+  const int32_t* masks;  // [rows, ceil(vocab / 32)], bit i % 32 of word i / 32 is token i's
+};
+
 struct Kernels {
   const char* isa;
   int64_t (*prepared_bytes)(Format format, int64_t k);  // of one row, a multiple of 64
@@ -155,6 +175,9 @@ struct Kernels {
   void (*attention)(const AttentionArgs&, int64_t begin, int64_t end, uint8_t* scratch);
   void (*merge)(const MergeArgs&, int64_t begin, int64_t end);
   void (*gate)(const GateArgs&, int64_t begin, int64_t end);
+  int64_t (*sample_scratch)(int64_t vocab);  // bytes a thread needs
+  void (*sample)(const SampleArgs&, int64_t begin, int64_t end, uint8_t* scratch);
+  void (*mask)(const MaskArgs&, int64_t begin, int64_t end);
 };
 
 constexpr int64_t kMaxQueries = 64;  // query tokens of one item of attention

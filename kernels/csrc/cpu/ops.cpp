@@ -41,7 +41,7 @@ DType float_type(const Tensor& tensor, const char* name) {
 
 void check_rows(const Tensor& tensor, const char* name, int64_t columns) {
   STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(1) == columns, name, " must be [rows, ", columns, "]");
-  STD_TORCH_CHECK(columns <= 1 || tensor.stride(1) == 1, name, "'s last dimension must be contiguous");
+  STD_TORCH_CHECK(tensor.numel() == 0 || columns <= 1 || tensor.stride(1) == 1, name, "'s last dimension must be contiguous");
 }
 
 void check_dense(const Tensor& tensor, const char* name) {
@@ -288,6 +288,39 @@ void gate(Tensor out, const Tensor x, int64_t activation) {
   run_gate(choose_kernels(), args, rows);
 }
 
+// Logits [rows, vocab] of a sampler's ops.
+Rows logit_rows(const Tensor& logits) {
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && logits.size(1) <= INT32_MAX, "logits must be [rows, vocab]");
+  const Rows rows = matrix(logits, "logits", logits.size(1));
+  STD_TORCH_CHECK(rows.dtype == DType::f32, "logits must be float32");
+  return rows;
+}
+
+void sample(Tensor tokens, const Tensor logits, const Tensor temperature, const Tensor top_k, const Tensor top_p,
+            const Tensor min_p, const Tensor uniforms) {
+  const Rows in = logit_rows(logits);
+  STD_TORCH_CHECK(tokens.numel() == in.rows && top_k.numel() == in.rows, "tokens and top_k must be [", in.rows, "]");
+  STD_TORCH_CHECK(uniforms.scalar_type() == ScalarType::Double && uniforms.numel() == in.rows && uniforms.is_contiguous(),
+                  "uniforms must be float64 [", in.rows, "]");
+  integers(tokens, "tokens");
+  SampleArgs args{};
+  args.logits = static_cast<const float*>(in.data), args.stride = in.stride, args.vocab = logits.size(1);
+  args.temperature = floats(temperature, "temperature", in.rows);
+  args.top_k = integers(top_k, "top_k");
+  args.top_p = floats(top_p, "top_p", in.rows), args.min_p = floats(min_p, "min_p", in.rows);
+  args.uniforms = static_cast<const double*>(uniforms.const_data_ptr());
+  args.tokens = static_cast<int32_t*>(tokens.mutable_data_ptr());
+  run_sample(choose_kernels(), args, in.rows);
+}
+
+void mask(Tensor logits, const Tensor masks) {
+  const Rows rows = logit_rows(logits);
+  const int64_t vocab = logits.size(1), words = (vocab + 31) / 32;
+  const int32_t* bits = integers(masks, "masks");
+  STD_TORCH_CHECK(masks.numel() == rows.rows * words, "masks must be [", rows.rows, ", ", words, "]");
+  run_mask(choose_kernels(), {static_cast<float*>(logits.mutable_data_ptr()), rows.stride, vocab, bits}, rows.rows);
+}
+
 // A decoder layer in one call. residual [T, hidden] += x (if there is one yet), then attention; += that, then the MLP,
 // whose output is the new x: what the next layer adds. `formats` are those of qkv, o, gate_up and down.
 void layer(Tensor residual, Tensor x, bool has_x, const Tensor attn_norm, const Tensor qkv,
@@ -374,6 +407,10 @@ STABLE_TORCH_LIBRARY(pagefleet_cpu, m) {
       "int head_dim, int window, float scale, float soft_cap, Tensor? alibi_slopes, Tensor? sinks) -> ()");
   m.def("gate(Tensor(a!) out, Tensor x, int activation) -> ()");
   m.def(
+      "sample(Tensor(a!) tokens, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+      "Tensor uniforms) -> ()");
+  m.def("mask(Tensor(a!) logits, Tensor masks) -> ()");
+  m.def(
       "layer(Tensor(a!) residual, Tensor(b!) x, bool has_x, Tensor attn_norm, Tensor qkv, Tensor? qkv_bias, "
       "Tensor? q_norm, Tensor? k_norm, Tensor o, Tensor? o_bias, Tensor mlp_norm, Tensor gate_up, Tensor? gate_up_bias, "
       "Tensor down, Tensor? down_bias, Tensor? rotary, Tensor slots, Tensor block_tables, Tensor query_starts, "
@@ -389,6 +426,8 @@ STABLE_TORCH_LIBRARY_IMPL(pagefleet_cpu, CPU, m) {
   m.impl("rope", TORCH_BOX(&pagefleet::rope));
   m.impl("attention", TORCH_BOX(&pagefleet::attention));
   m.impl("gate", TORCH_BOX(&pagefleet::gate));
+  m.impl("sample", TORCH_BOX(&pagefleet::sample));
+  m.impl("mask", TORCH_BOX(&pagefleet::mask));
   m.impl("layer", TORCH_BOX(&pagefleet::layer));
 }
 

@@ -110,4 +110,15 @@ void run_gate(const Kernels& kernels, const GateArgs& args, int64_t rows) {
   over_rows(rows, 2 * args.n, [&](int64_t begin, int64_t end, int) { kernels.gate(args, begin, end); });
 }
 
+void run_sample(const Kernels& kernels, const SampleArgs& args, int64_t rows) {
+  Pool::instance().run(rows, 1, [&](int64_t begin, int64_t end, int) {
+    Arena arena;  // of whichever thread this is
+    kernels.sample(args, begin, end, arena.take(kernels.sample_scratch(args.vocab)));
+  });
+}
+
+void run_mask(const Kernels& kernels, const MaskArgs& args, int64_t rows) {
+  over_rows(rows, args.vocab, [&](int64_t begin, int64_t end, int) { kernels.mask(args, begin, end); });
+}
+
 }  // namespace pagefleet

@@ -42,5 +42,7 @@ void run_gather(const Kernels&, const GatherArgs&, int64_t rows);
 void run_norm(const Kernels&, const NormArgs&, int64_t rows);
 void run_rope(const Kernels&, const RopeArgs&, int64_t tokens);
 void run_gate(const Kernels&, const GateArgs&, int64_t rows);
+void run_sample(const Kernels&, const SampleArgs&, int64_t rows);
+void run_mask(const Kernels&, const MaskArgs&, int64_t rows);
 
 }  // namespace pagefleet

@@ -21,7 +21,7 @@ from pagefleet.torch_runner.layer import Layer, Norms, Weight
 from pagefleet.torch_runner.ops import Ops, op
 from pagefleet.torch_runner.plan import BatchPlan
 from pagefleet_cpu import TRAITS
-from pagefleet_kernels.cpu import PANEL, CpuKernels, PackedWeight
+from pagefleet_kernels.cpu import PANEL, CpuKernels, LayerStack, PackedWeight
 
 QUANTISED = TRAITS.weight_formats
 STRIP = 128  # rows that are packed at a time, a multiple of PANEL
@@ -60,6 +60,8 @@ class CpuOps(Ops):
     def __init__(self, kernels: CpuKernels) -> None:
         super().__init__()
         self.kernels = kernels
+        self._layers: Sequence[Layer] = ()  # those last run, and
+        self._runs: list[tuple[slice, LayerStack | None]] = []  # how
 
     def pack(self, parts: Sequence[HostTensor], dtype: torch.dtype, device: torch.device) -> Weight:
         dense_format = str(dtype).removeprefix("torch.")
@@ -129,50 +131,66 @@ class CpuOps(Ops):
         )
 
     @op
-    def layer(
+    def layers(
         self,
         residual: Tensor,
         x: Tensor | None,
-        layer: Layer,
+        layers: Sequence[Layer],
         model: ModelSpec,
-        window: int | None,
         rotary: Tensor,
-        cache: Tensor,
+        kv: Tensor,
         plan: BatchPlan,
-    ) -> tuple[Tensor, Tensor]:
-        """In one call, if the weights are whole panels of one format each: what is between the kernels costs, too."""
-        matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
-        if not all(isinstance(matrix, PackedWeight) for matrix in matrices) or model.intermediate_size % PANEL:
-            return super().layer(residual, x, layer, model, window, rotary, cache, plan)
-        own, norms = cast("CpuPlan", plan), layer.qk_norms
-        x = self.kernels.layer(
-            residual,
-            x,
-            attn_norm=layer.attn_norm,
-            qkv=layer.qkv,
-            qkv_bias=layer.qkv_bias,
-            q_norm=norms and norms.q,
-            k_norm=norms and norms.k,
-            o=layer.o,
-            o_bias=layer.o_bias,
-            mlp_norm=layer.mlp_norm,
-            gate_up=layer.gate_up,
-            gate_up_bias=layer.gate_up_bias,
-            down=layer.down,
-            down_bias=layer.down_bias,
-            rotary=rotary,
-            slots=own.slots,
-            block_tables=own.block_tables,
-            query_starts=own.query_starts,
-            seq_lens=own.seq_lens,
-            cache=cache,
-            head_dim=model.head_dim,
-            activation=model.activation,
-            window=window,
-            eps=model.norm_eps,
-            scale=model.attention_scale,
-        )
+    ) -> tuple[Tensor, Tensor | None]:
+        """In one call, where weights are whole panels of one format each: what is between the kernels costs, too."""
+        if self._layers is not layers:
+            self._layers, self._runs = layers, _runs(layers)
+        own = cast("CpuPlan", plan)
+        for part, stack in self._runs:
+            if stack is None:
+                residual, x = super().layers(residual, x, layers[part], model, rotary, kv[part], plan)
+                continue
+            x = self.kernels.layers(
+                residual,
+                x,
+                stack,
+                rotary=rotary,
+                slots=own.slots,
+                block_tables=own.block_tables,
+                query_starts=own.query_starts,
+                seq_lens=own.seq_lens,
+                cache=kv[part],
+                head_dim=model.head_dim,
+                activation=model.activation,
+                eps=model.norm_eps,
+                scale=model.attention_scale,
+            )
         return residual, x
+
+
+def _runs(layers: Sequence[Layer]) -> list[tuple[slice, LayerStack | None]]:
+    """Runs of layers, each for one call; None: some weight is not of whole panels, or of several formats."""
+    runs, start = [], 0
+    for whole, group in groupby(layers, _is_whole):
+        run = list(group)
+        runs.append((slice(start, start + len(run)), _stack(run) if whole else None))
+        start += len(run)
+    return runs
+
+
+def _is_whole(layer: Layer) -> bool:
+    matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    return all(isinstance(matrix, PackedWeight) for matrix in matrices) and layer.down.shape[1] % PANEL == 0
+
+
+def _stack(layers: Sequence[Layer]) -> LayerStack:
+    names = ("attn_norm", "qkv", "qkv_bias", "o", "o_bias", "mlp_norm", "gate_up", "gate_up_bias", "down", "down_bias")
+    norms = [layer.qk_norms for layer in layers]
+    return LayerStack.of(
+        **{name: [getattr(layer, name) for layer in layers] for name in names},
+        q_norm=[each and each.q for each in norms],
+        k_norm=[each and each.k for each in norms],
+        window=[layer.window for layer in layers],
+    )
 
 
 def _rows(parts: Sequence[HostTensor], start: int, stop: int) -> Iterator[HostTensor]:

@@ -65,14 +65,16 @@ class Sampler:
     def sample(self, logits: NDArray[np.float32], batch: SamplingBatch) -> SampledTokens:
         """Draw from logits [>= S + P, vocab_size], which are left as they are."""
         num_samples = len(batch.positions)
-        rows, uniforms = logits[:num_samples], uniform(batch.seeds, batch.positions)
+        rows, temperature = logits[:num_samples], batch.temperature
+        uniforms = uniform(batch.seeds, batch.positions) if temperature.any() else np.zeros(num_samples)
         errors: dict[int, Exception] = {}
         ruled = sorted(batch.rules, key=lambda row: batch.rules[row].mask is None)  # those with a mask first
-        temperature = batch.temperature.copy()
-        temperature[ruled] = 0  # drawn below; only whether they are finite is looked at here
+        if ruled:
+            temperature = temperature.copy()
+            temperature[ruled] = 0  # drawn below; only whether they are finite is looked at here
         token_ids = self.draw(rows, temperature, batch.top_k, batch.top_p, batch.min_p, uniforms)
         finite = (token_ids >= 0) & np.isfinite(rows[np.arange(num_samples), token_ids])
-        for i in np.flatnonzero(~finite).tolist():
+        for i in [] if finite.all() else np.flatnonzero(~finite).tolist():
             errors[i] = ValueError("no token can be sampled: the model's logits are not finite")
         if ruled := [row for row in ruled if row not in errors]:
             changed = self._apply_rules(rows[ruled], ruled, batch, errors)

@@ -1,7 +1,7 @@
 """What each op of a backend costs, and the share of the machine's ceilings that it reaches.
 
 A backend whose device has an object `ops`, each op a method marked `@op`, can be looked at: the methods are replaced by
-timed ones for one run. `layer`, where a device does it in one call, can be split into the ops that it stands for.
+timed ones for one run. `layers`, where a device does them in one call, can be split into the ops that it stands for.
 
 An op's floor is what its bytes take at the read bandwidth or its arithmetic at the peak rate, whichever is longer, call
 by call; the share is the floors' sum over the time it took. Above 100 % means data that lay in a cache. Bytes and FLOP
@@ -101,8 +101,8 @@ def profiled(backend: Backend, ceilings: Ceilings | None = None, *, split: bool 
     timer = _Timer(backend, profile, ceilings)
     replaced: dict[str, Callable[..., Any]] = {name: timer.op(name, getattr(ops, name)) for name in marked}
     if split:
-        composed = [vars(each)["layer"] for each in classes if "layer" in vars(each)]
-        replaced |= {"layer": partial(composed[-1], ops)} if composed else {}
+        composed = [vars(each)["layers"] for each in classes if "layers" in vars(each)]
+        replaced |= {"layers": partial(composed[-1], ops)} if composed else {}
     for name, method in replaced.items():
         setattr(ops, name, method)
     setattr(backend, "forward", timer.step(backend.forward))  # noqa: B010  (mypy: a method)
@@ -206,13 +206,16 @@ def _scores(batch: ForwardBatch, num_heads: int, cache: Any, window: int | None)
     return kv, 4 * num_heads * head_dim * int(seen.sum())
 
 
-def _count_layer(batch: ForwardBatch, args: tuple[Any, ...], result: Any) -> Cost:
-    residual, x, layer, model, window, _, cache, *_ = args
-    parameters = [getattr(layer, name) for name in layer.__dataclass_fields__]
-    matrices = [each for each in parameters if len(getattr(each, "shape", ())) == 2]
-    kv, flop = _scores(batch, model.num_heads, cache, window)
-    products = sum(_product(batch, residual, matrix) for matrix in matrices)
-    return kv + num_bytes((residual, x, result, parameters)), flop + products
+def _count_layers(batch: ForwardBatch, args: tuple[Any, ...], result: Any) -> Cost:
+    residual, x, layers, model, _, caches, *_ = args
+    moved, flop = num_bytes((residual, x, result)), 0
+    for layer, cache in zip(layers, caches, strict=True):
+        parameters = [getattr(layer, name) for name in layer.__dataclass_fields__]
+        matrices = [each for each in parameters if len(getattr(each, "shape", ())) == 2]
+        kv, scores = _scores(batch, model.num_heads, cache, layer.window)
+        moved += kv + num_bytes(parameters)
+        flop += scores + sum(_product(batch, residual, matrix) for matrix in matrices)
+    return moved, flop
 
 
 def _count_rope_and_write(batch: ForwardBatch, args: tuple[Any, ...], result: Any) -> Cost:
@@ -233,7 +236,7 @@ COUNTS: Mapping[str, Callable[[ForwardBatch, tuple[Any, ...], Any], Cost]] = {
     "logits": _count_linear,  # x, weight
     "gated_linear": _count_linear,  # x, weight, bias, activation
     "attention": _count_attention,  # q, cache, plan, window, scale
-    "layer": _count_layer,  # residual, x, the layer's parameters, model, window, rotary, cache, plan
+    "layers": _count_layers,  # residual, x, the layers' parameters, model, rotary, caches, plan
     "rope_and_write": _count_rope_and_write,  # what is turned and written, rotary, cache, plan
 }  # any other: its arguments are read and its results written
 

@@ -24,8 +24,7 @@ class Decoder:
         """
         model, ops, parameters = self.model, self.ops, self.parameters
         rotary = parameters.rotary.index_select(0, positions)
-        residual, x = ops.embed(tokens, parameters.embed, parameters.dtype), None
-        for layer, window, cache in zip(parameters.layers, model.windows, kv, strict=True):
-            residual, x = ops.layer(residual, x, layer, model, window, rotary, cache, plan)
+        residual = ops.embed(tokens, parameters.embed, parameters.dtype)
+        residual, x = ops.layers(residual, None, parameters.layers, model, rotary, kv, plan)
         x, _ = ops.add_rms_norm(residual, x, parameters.norm, model.norm_eps)
         return ops.logits(x.index_select(0, logit_rows), parameters.head)

@@ -35,3 +35,4 @@ class Layer:
     gate_up_bias: Tensor | None
     down: Weight  # [hidden, intermediate]
     down_bias: Tensor | None
+    window: int | None  # positions that attention sees, the token's own included; None: all

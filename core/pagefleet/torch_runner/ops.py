@@ -111,28 +111,29 @@ class Ops(ABC):
     def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
         """Causal attention of q [T, H, D] over its rows' cached keys, within `window` positions: [T, H * D]."""
 
-    def layer(
+    def layers(
         self,
         residual: Tensor,
         x: Tensor | None,
-        layer: Layer,
+        layers: Sequence[Layer],
         model: ModelSpec,
-        window: int | None,
         rotary: Tensor,
-        cache: Tensor,
+        kv: Tensor,
         plan: BatchPlan,
-    ) -> tuple[Tensor, Tensor]:
-        """A decoder layer of `residual` + x, each [T, hidden]: the new residual, and the x yet to be added to it.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Decoder layers of `residual` + x (None: 0), each [T, hidden]: the new residual, and the x yet to be added.
 
-        One op after the other, for a device that has nothing better.
+        `kv` [layers, ...] has the cache of each. One op after the other, for a device that has nothing better.
         """
-        x, residual = self.add_rms_norm(residual, x, layer.attn_norm, model.norm_eps)
-        qkv = self.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, model.head_dim)
-        q = self.rope_and_write(qkv, layer.qk_norms, rotary, cache, plan)
-        x = self.linear(self.attention(q, cache, plan, window, model.attention_scale), layer.o, layer.o_bias)
-        x, residual = self.add_rms_norm(residual, x, layer.mlp_norm, model.norm_eps)
-        x = self.gated_linear(x, layer.gate_up, layer.gate_up_bias, model.activation)
-        return residual, self.linear(x, layer.down, layer.down_bias)
+        for layer, cache in zip(layers, kv, strict=True):
+            x, residual = self.add_rms_norm(residual, x, layer.attn_norm, model.norm_eps)
+            qkv = self.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, model.head_dim)
+            q = self.rope_and_write(qkv, layer.qk_norms, rotary, cache, plan)
+            x = self.linear(self.attention(q, cache, plan, layer.window, model.attention_scale), layer.o, layer.o_bias)
+            x, residual = self.add_rms_norm(residual, x, layer.mlp_norm, model.norm_eps)
+            x = self.gated_linear(x, layer.gate_up, layer.gate_up_bias, model.activation)
+            x = self.linear(x, layer.down, layer.down_bias)
+        return residual, x
 
 
 class ReferenceOps(Ops):

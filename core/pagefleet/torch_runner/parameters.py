@@ -35,10 +35,10 @@ class ParameterLoader:
     def load(self) -> Parameters:
         embed = self._matrix("embed.weight")  # the largest first, while there is room for a dequantised copy
         head = self._matrix("head.weight") if self._has("head.weight") else embed
-        layers = tuple(self._layer(f"layers.{index}.") for index in range(self.model.num_layers))
+        layers = tuple(self._layer(f"layers.{index}.", window) for index, window in enumerate(self.model.windows))
         return Parameters(embed, self._vector("norm.weight"), head, layers, self._rotary(), self.dtype)
 
-    def _layer(self, prefix: str) -> Layer:
+    def _layer(self, prefix: str, window: int | None) -> Layer:
         def names(*parts: str, kind: str = "weight") -> list[str]:
             return [f"{prefix}{part}.{kind}" for part in parts]
 
@@ -54,6 +54,7 @@ class ParameterLoader:
             gate_up_bias=self._bias(*names("gate", "up", kind="bias")),
             down=self._matrix(*names("down")),
             down_bias=self._bias(*names("down", kind="bias")),
+            window=window,
         )
 
     def _has(self, *names: str) -> bool:

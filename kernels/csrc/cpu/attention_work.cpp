@@ -111,10 +111,13 @@ AttentionPlan split_attention(int64_t num_rows, const int32_t* query_starts, con
   return plan;
 }
 
-void run_attention(const Kernels& kernels, AttentionArgs args, int64_t num_rows) {
+AttentionPlan plan_attention(const AttentionArgs& args, int64_t num_rows) {
+  const int threads = Pool::instance().num_threads();
+  return split_attention(num_rows, args.query_starts, args.seq_lens, args.kv_heads, args.window, threads);
+}
+
+void run_attention(const Kernels& kernels, AttentionArgs args, const AttentionPlan& plan) {
   Pool& pool = Pool::instance();
-  const AttentionPlan plan =
-      split_attention(num_rows, args.query_starts, args.seq_lens, args.kv_heads, args.window, pool.num_threads());
   const int64_t bytes = plan.num_partials * (args.heads / args.kv_heads) * partial_floats(args.head_dim) * 4;
   args.partials = reinterpret_cast<float*>(partials.at_least(bytes));
   args.work = plan.items.data();

@@ -17,7 +17,10 @@ struct AttentionPlan {
 AttentionPlan split_attention(int64_t num_rows, const int32_t* query_starts, const int32_t* seq_lens, int64_t kv_heads,
                               int64_t window, int64_t num_threads);
 
+// For the pool's threads; layers with one window share it.
+AttentionPlan plan_attention(const AttentionArgs& args, int64_t num_rows);
+
 // All of it on the pool: items, then merges. `args` lacks only work and partials.
-void run_attention(const Kernels& kernels, AttentionArgs args, int64_t num_rows);
+void run_attention(const Kernels& kernels, AttentionArgs args, const AttentionPlan& plan);
 
 }  // namespace pagefleet

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "attention_work.h"
@@ -141,37 +142,39 @@ void norm(Tensor out, const std::optional<Tensor> x, Tensor residual, const Tens
   run_norm(choose_kernels(), args, rows);
 }
 
-// A layer's cache [2, blocks, kv_heads, block_size, row] as the kernels see it.
+// A cache [2, blocks, kv_heads, block_size, row] as the kernels see it, or those of several layers [layers, 2, ...].
 struct Cache {
-  uint8_t *keys, *values;
+  uint8_t *keys, *values;  // of the first layer
   DType dtype;
-  int64_t blocks, kv_heads, block_size, row_bytes;
+  int64_t layers, layer_bytes, blocks, kv_heads, block_size, row_bytes;
 
   Cache(const Tensor& cache, int64_t head_dim) {
     STD_TORCH_CHECK(head_dim > 0 && head_dim % 2 == 0 && head_dim <= kMaxHeadDim, "head_dim is ", head_dim,
                     "; kernels take even ones up to ", kMaxHeadDim);
-    STD_TORCH_CHECK(cache.dim() == 5 && cache.size(0) == 2 && cache.is_contiguous(),
+    const int64_t at = cache.dim() - 5;
+    STD_TORCH_CHECK((at == 0 || at == 1) && cache.size(at) == 2 && cache.is_contiguous(),
                     "the cache must be contiguous [2, blocks, kv_heads, block_size, head_dim]");
     dtype = dtype_of(cache, "the cache");
-    const int64_t row = cache.size(4);
+    const int64_t row = cache.size(at + 4);
     STD_TORCH_CHECK(row == (dtype == DType::i8 ? head_dim + 4 : head_dim), "the cache has rows of ", row,
                     " elements for heads of ", head_dim, " (int8: and four bytes of scale)");
-    blocks = cache.size(1), kv_heads = cache.size(2), block_size = cache.size(3), row_bytes = row * size_of(dtype);
+    layers = at ? cache.size(0) : 1;
+    blocks = cache.size(at + 1), kv_heads = cache.size(at + 2), block_size = cache.size(at + 3);
+    row_bytes = row * size_of(dtype);
+    const int64_t bytes = blocks * kv_heads * block_size * row_bytes;
+    layer_bytes = 2 * bytes;
     keys = static_cast<uint8_t*>(cache.mutable_data_ptr());
-    values = keys + blocks * kv_heads * block_size * row_bytes;
+    values = keys + bytes;
   }
 };
 
-// What `rope` and a whole layer share; `q` and `qkv` are the caller's to set.
+// What `rope` and whole layers share; `q`, `qkv` and norms are the caller's to set.
 RopeArgs rope_args(const Cache& cache, int64_t tokens, int64_t heads, int64_t head_dim,
-                   const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm,
                    const std::optional<Tensor>& rotary, const Tensor& slots, double eps, bool interleaved) {
   RopeArgs args{};
   args.heads = heads, args.kv_heads = cache.kv_heads, args.head_dim = head_dim;
   args.stride = (heads + 2 * cache.kv_heads) * head_dim;
   args.interleaved = interleaved;
-  args.q_norm = floats(q_norm, "q_norm", head_dim);
-  args.k_norm = floats(k_norm, "k_norm", head_dim);
   args.eps = float(eps);
   if (rotary) {
     STD_TORCH_CHECK(rotary->dim() == 3 && rotary->size(0) == tokens && rotary->size(1) == 2,
@@ -202,7 +205,9 @@ void rope(Tensor q, const Tensor qkv, const std::optional<Tensor> q_norm, const 
   check_dense(q, "q");
   STD_TORCH_CHECK(q.numel() == tokens * heads * head_dim && q.scalar_type() == qkv.scalar_type(),
                   "q must be [", tokens, ", ", heads, ", ", head_dim, "] of qkv's dtype");
-  RopeArgs args = rope_args(paged, tokens, heads, head_dim, q_norm, k_norm, rotary, slots, eps, interleaved);
+  RopeArgs args = rope_args(paged, tokens, heads, head_dim, rotary, slots, eps, interleaved);
+  args.q_norm = floats(q_norm, "q_norm", head_dim);
+  args.k_norm = floats(k_norm, "k_norm", head_dim);
   args.qkv = qkv.const_data_ptr();
   args.dtype = float_type(qkv, "qkv");
   args.q = q.mutable_data_ptr();
@@ -228,7 +233,7 @@ void check_batch(const AttentionArgs& args, const Cache& cache, int64_t rows, in
   }
 }
 
-// What `attention` and a whole layer share; `q` and `out` are the caller's to set.
+// What `attention` and whole layers share; `q` and `out` are the caller's to set.
 AttentionArgs attention_args(const Cache& cache, int64_t tokens, int64_t heads, int64_t head_dim,
                              const Tensor& block_tables, const Tensor& query_starts, const Tensor& seq_lens,
                              int64_t window, double scale, double soft_cap, const std::optional<Tensor>& alibi_slopes,
@@ -256,10 +261,10 @@ AttentionArgs attention_args(const Cache& cache, int64_t tokens, int64_t heads, 
 }
 
 // Tokens in no row, the padding, get zeros.
-void attend(AttentionArgs& args, int64_t tokens, int64_t rows) {
+void attend(const AttentionArgs& args, int64_t tokens, int64_t rows, const AttentionPlan& plan) {
   const int64_t row_size = args.heads * args.head_dim * size_of(args.dtype), used = args.query_starts[rows];
   std::memset(static_cast<uint8_t*>(args.out) + used * row_size, 0, (tokens - used) * row_size);
-  run_attention(choose_kernels(), args, rows);
+  run_attention(choose_kernels(), args, plan);
 }
 
 void attention(Tensor out, const Tensor q, const Tensor cache, const Tensor block_tables, const Tensor query_starts,
@@ -275,7 +280,7 @@ void attention(Tensor out, const Tensor q, const Tensor cache, const Tensor bloc
   args.q = q.const_data_ptr();
   args.dtype = float_type(q, "q");
   args.out = out.mutable_data_ptr();
-  attend(args, q.size(0), seq_lens.numel());
+  attend(args, q.size(0), seq_lens.numel(), plan_attention(args, seq_lens.numel()));
 }
 
 void gate(Tensor out, const Tensor x, int64_t activation) {
@@ -321,74 +326,109 @@ void mask(Tensor logits, const Tensor masks) {
   run_mask(choose_kernels(), {static_cast<float*>(logits.mutable_data_ptr()), rows.stride, vocab, bits}, rows.rows);
 }
 
-// A decoder layer in one call. residual [T, hidden] += x (if there is one yet), then attention; += that, then the MLP,
-// whose output is the new x: what the next layer adds. `formats` are those of qkv, o, gate_up and down.
-void layer(Tensor residual, Tensor x, bool has_x, const Tensor attn_norm, const Tensor qkv,
-           const std::optional<Tensor> qkv_bias, const std::optional<Tensor> q_norm, const std::optional<Tensor> k_norm,
-           const Tensor o, const std::optional<Tensor> o_bias, const Tensor mlp_norm, const Tensor gate_up,
-           const std::optional<Tensor> gate_up_bias, const Tensor down, const std::optional<Tensor> down_bias,
-           const std::optional<Tensor> rotary, const Tensor slots, const Tensor block_tables, const Tensor query_starts,
-           const Tensor seq_lens, Tensor cache, std::vector<int64_t> formats, int64_t heads, int64_t head_dim,
-           int64_t intermediate, int64_t activation, int64_t window, double eps, double scale) {
-  STD_TORCH_CHECK(formats.size() == 4, "a layer has four weights, not ", formats.size());
-  STD_TORCH_CHECK(heads > 0 && head_dim > 0 && activation_of(activation) != Activation::none, "a layer without heads or gate");
-  STD_TORCH_CHECK(intermediate > 0 && intermediate % kPanel == 0, "intermediate is ", intermediate, ", not a multiple of ", kPanel);
+// A matrix of every layer, and a vector [layers, size] of float32 or null.
+struct Matrices {
+  std::vector<Weight> of;
+
+  Matrices(const std::vector<Tensor>& weights, const std::vector<int64_t>& formats, size_t which, int64_t n, int64_t k) {
+    for (size_t i = 0; i < weights.size(); ++i) of.push_back(packed(weights[i], formats[4 * i + which], n, k));
+  }
+};
+
+struct Vectors {
+  const float* first;
+  int64_t size;
+
+  Vectors(const std::optional<Tensor>& tensor, const char* name, int64_t layers, int64_t size)
+      : first(floats(tensor, name, layers * size)), size(size) {}
+  const float* operator[](int64_t layer) const { return first ? first + layer * size : nullptr; }
+};
+
+// Decoder layers in one call. In each, residual [T, hidden] += x (if there is one yet), then attention; += that, then
+// the MLP, whose output is the new x: what the next layer adds. `formats` are those of qkv, o, gate_up and down, layer
+// by layer; norms, biases and `windows` (0: none) have an entry for every layer.
+void layers(Tensor residual, Tensor x, bool has_x, const Tensor attn_norm, const std::vector<Tensor> qkv,
+            const std::optional<Tensor> qkv_bias, const std::optional<Tensor> q_norm, const std::optional<Tensor> k_norm,
+            const std::vector<Tensor> o, const std::optional<Tensor> o_bias, const Tensor mlp_norm,
+            const std::vector<Tensor> gate_up, const std::optional<Tensor> gate_up_bias, const std::vector<Tensor> down,
+            const std::optional<Tensor> down_bias, const std::optional<Tensor> rotary, const Tensor slots,
+            const Tensor block_tables, const Tensor query_starts, const Tensor seq_lens, Tensor cache,
+            std::vector<int64_t> formats, std::vector<int64_t> windows, int64_t heads, int64_t head_dim,
+            int64_t intermediate, int64_t activation, double eps, double scale) {
   const Cache paged(cache, head_dim);
+  const int64_t count = paged.layers;
+  for (const size_t size : {qkv.size(), o.size(), gate_up.size(), down.size(), windows.size(), formats.size() / 4})
+    STD_TORCH_CHECK(int64_t(size) == count, "the cache is of ", count, " layers; weights, windows or formats are of ", size);
+  STD_TORCH_CHECK(heads > 0 && activation_of(activation) != Activation::none, "layers without heads or gate");
+  STD_TORCH_CHECK(intermediate > 0 && intermediate % kPanel == 0, "intermediate is ", intermediate, ", not a multiple of ", kPanel);
   const int64_t tokens = residual.size(0), hidden = residual.size(1), q_size = heads * head_dim;
   const int64_t qkv_size = q_size + 2 * paged.kv_heads * head_dim, rows = seq_lens.numel();
   const Rows sum = matrix(residual, "residual", hidden), delta = matrix(x, "x", hidden);
   check_dense(residual, "residual");
   check_dense(x, "x");
   STD_TORCH_CHECK(delta.rows == tokens && delta.dtype == sum.dtype, "x must match residual");
-  const Weight qkv_weight = packed(qkv, formats[0], qkv_size, hidden), o_weight = packed(o, formats[1], hidden, q_size);
-  const Weight gate_up_weight = packed(gate_up, formats[2], 2 * intermediate, hidden);
-  const Weight down_weight = packed(down, formats[3], hidden, intermediate);
-  RopeArgs rope = rope_args(paged, tokens, heads, head_dim, q_norm, k_norm, rotary, slots, eps, false);
-  AttentionArgs attention = attention_args(paged, tokens, heads, head_dim, block_tables, query_starts, seq_lens, window,
-                                           scale, 0, std::nullopt, std::nullopt);
-  NormArgs norm{};
-  norm.residual = norm.sum = sum.data;
-  norm.dtype = sum.dtype;
-  norm.n = norm.stride = hidden;
-  norm.eps = float(eps);
-  const float *attn_scale = floats(attn_norm, "attn_norm", hidden), *mlp_scale = floats(mlp_norm, "mlp_norm", hidden);
-  const float *qkv_add = floats(qkv_bias, "qkv_bias", qkv_size), *o_add = floats(o_bias, "o_bias", hidden);
-  const float* gate_up_add = floats(gate_up_bias, "gate_up_bias", 2 * intermediate);
-  const float* down_add = floats(down_bias, "down_bias", hidden);
+  const Matrices qkv_weights(qkv, formats, 0, qkv_size, hidden), o_weights(o, formats, 1, hidden, q_size);
+  const Matrices gate_up_weights(gate_up, formats, 2, 2 * intermediate, hidden);
+  const Matrices down_weights(down, formats, 3, hidden, intermediate);
+  const Vectors attn_norms(attn_norm, "attn_norm", count, hidden), mlp_norms(mlp_norm, "mlp_norm", count, hidden);
+  const Vectors q_norms(q_norm, "q_norm", count, head_dim), k_norms(k_norm, "k_norm", count, head_dim);
+  const Vectors qkv_biases(qkv_bias, "qkv_bias", count, qkv_size), o_biases(o_bias, "o_bias", count, hidden);
+  const Vectors gate_up_biases(gate_up_bias, "gate_up_bias", count, 2 * intermediate);
+  const Vectors down_biases(down_bias, "down_bias", count, hidden);
+  for (const int64_t window : windows) STD_TORCH_CHECK(window >= 0, "window is ", window);
+  RopeArgs rope = rope_args(paged, tokens, heads, head_dim, rotary, slots, eps, false);
+  AttentionArgs attention = attention_args(paged, tokens, heads, head_dim, block_tables, query_starts, seq_lens, 0, scale,
+                                           0, std::nullopt, std::nullopt);
   if (!tokens) return;
 
   const Kernels& kernels = choose_kernels();
-  const auto fresh = [&](Arena& arena, int64_t columns) {
-    return Rows{arena.take(tokens * columns * size_of(sum.dtype)), sum.dtype, tokens, columns};
+  NormArgs norm{};
+  norm.residual = sum.data;
+  norm.dtype = rope.dtype = attention.dtype = sum.dtype;
+  norm.n = norm.stride = hidden;
+  norm.eps = float(eps);
+  std::vector<std::pair<int64_t, AttentionPlan>> plans;  // of every window there is
+  const auto plan_of = [&](int64_t window) -> const AttentionPlan& {
+    for (const auto& [known, plan] : plans)
+      if (known == window) return plan;
+    attention.window = window;
+    return plans.emplace_back(window, plan_attention(attention, rows)).second;
   };
-  {
-    Arena arena;
-    const Rows normed = fresh(arena, hidden), projected = fresh(arena, qkv_size), q = fresh(arena, q_size);
-    norm.x = has_x ? delta.data : nullptr;
-    norm.sum = has_x ? sum.data : nullptr;
-    norm.out = normed.data;
-    norm.weight = attn_scale;
+  const auto add_and_norm = [&](bool add, const float* weight, const Rows& out) {
+    norm.x = add ? delta.data : nullptr;
+    norm.sum = add ? sum.data : nullptr;
+    norm.out = out.data;
+    norm.weight = weight;
     run_norm(kernels, norm, tokens);
-    run_linear(kernels, normed, qkv_weight, qkv_add, Activation::none, projected, arena);
-    rope.qkv = projected.data;
-    rope.q = q.data;
-    rope.dtype = attention.dtype = sum.dtype;
-    attention.out = projected.data;  // its queries, keys and values have been taken
-    attention.q = q.data;
-    run_rope(kernels, rope, tokens);
-    attend(attention, tokens, rows);
-    const Rows attended{projected.data, sum.dtype, tokens, q_size};
-    run_linear(kernels, attended, o_weight, o_add, Activation::none, delta, arena);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    const auto fresh = [&](Arena& arena, int64_t columns) {
+      return Rows{arena.take(tokens * columns * size_of(sum.dtype)), sum.dtype, tokens, columns};
+    };
+    {
+      Arena arena;
+      const Rows normed = fresh(arena, hidden), projected = fresh(arena, qkv_size), q = fresh(arena, q_size);
+      add_and_norm(has_x || i, attn_norms[i], normed);
+      run_linear(kernels, normed, qkv_weights.of[i], qkv_biases[i], Activation::none, projected, arena);
+      rope.qkv = projected.data;
+      rope.q = q.data;
+      rope.q_norm = q_norms[i], rope.k_norm = k_norms[i];
+      rope.keys = paged.keys + i * paged.layer_bytes, rope.values = paged.values + i * paged.layer_bytes;
+      run_rope(kernels, rope, tokens);
+      attention.q = q.data;
+      attention.out = projected.data;  // its queries, keys and values have been taken
+      attention.keys = rope.keys, attention.values = rope.values;
+      attention.window = windows[i];
+      attend(attention, tokens, rows, plan_of(windows[i]));
+      const Rows attended{projected.data, sum.dtype, tokens, q_size};
+      run_linear(kernels, attended, o_weights.of[i], o_biases[i], Activation::none, delta, arena);
+    }
+    Arena arena;
+    const Rows normed = fresh(arena, hidden), gated = fresh(arena, intermediate);
+    add_and_norm(true, mlp_norms[i], normed);
+    run_linear(kernels, normed, gate_up_weights.of[i], gate_up_biases[i], Activation(activation), gated, arena);
+    run_linear(kernels, gated, down_weights.of[i], down_biases[i], Activation::none, delta, arena);
   }
-  Arena arena;
-  const Rows normed = fresh(arena, hidden), gated = fresh(arena, intermediate);
-  norm.x = delta.data;
-  norm.sum = sum.data;
-  norm.out = normed.data;
-  norm.weight = mlp_scale;
-  run_norm(kernels, norm, tokens);
-  run_linear(kernels, normed, gate_up_weight, gate_up_add, Activation(activation), gated, arena);
-  run_linear(kernels, gated, down_weight, down_add, Activation::none, delta, arena);
 }
 
 }  // namespace
@@ -411,11 +451,11 @@ STABLE_TORCH_LIBRARY(pagefleet_cpu, m) {
       "Tensor uniforms) -> ()");
   m.def("mask(Tensor(a!) logits, Tensor masks) -> ()");
   m.def(
-      "layer(Tensor(a!) residual, Tensor(b!) x, bool has_x, Tensor attn_norm, Tensor qkv, Tensor? qkv_bias, "
-      "Tensor? q_norm, Tensor? k_norm, Tensor o, Tensor? o_bias, Tensor mlp_norm, Tensor gate_up, Tensor? gate_up_bias, "
-      "Tensor down, Tensor? down_bias, Tensor? rotary, Tensor slots, Tensor block_tables, Tensor query_starts, "
-      "Tensor seq_lens, Tensor(c!) cache, int[] formats, int heads, int head_dim, int intermediate, int activation, "
-      "int window, float eps, float scale) -> ()");
+      "layers(Tensor(a!) residual, Tensor(b!) x, bool has_x, Tensor attn_norm, Tensor[] qkv, Tensor? qkv_bias, "
+      "Tensor? q_norm, Tensor? k_norm, Tensor[] o, Tensor? o_bias, Tensor mlp_norm, Tensor[] gate_up, "
+      "Tensor? gate_up_bias, Tensor[] down, Tensor? down_bias, Tensor? rotary, Tensor slots, Tensor block_tables, "
+      "Tensor query_starts, Tensor seq_lens, Tensor(c!) cache, int[] formats, int[] windows, int heads, int head_dim, "
+      "int intermediate, int activation, float eps, float scale) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagefleet_cpu, CPU, m) {
@@ -428,7 +468,7 @@ STABLE_TORCH_LIBRARY_IMPL(pagefleet_cpu, CPU, m) {
   m.impl("gate", TORCH_BOX(&pagefleet::gate));
   m.impl("sample", TORCH_BOX(&pagefleet::sample));
   m.impl("mask", TORCH_BOX(&pagefleet::mask));
-  m.impl("layer", TORCH_BOX(&pagefleet::layer));
+  m.impl("layers", TORCH_BOX(&pagefleet::layers));
 }
 
 // What has no tensor to dispatch on, through ctypes.

@@ -9,9 +9,10 @@ from typing import Any
 
 from pagefleet.backend import Backend, BackendError, BackendInfo, DeviceInfo, Probe, Traits
 from pagefleet.hookspecs import hookimpl
-from pagefleet_cpu.config import ISAS, CpuConfig, environment
-from pagefleet_cpu.evidence import best_isa, describe_kernels, model_name, read_manifest, total_memory
+from pagefleet_cpu.config import CpuConfig, environment
+from pagefleet_cpu.evidence import best_isa, check_attention, describe_kernels, model_name, read_manifest, total_memory
 from pagefleet_cpu.threads import choose_num_threads
+from pagefleet_kernels import ISAS
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRAITS = Traits(  # with the compiled kernels
@@ -33,6 +34,7 @@ def probe() -> Probe:
         config = environment()
         manifest = read_manifest(config)
         check_isa(config, manifest)
+        check_attention(config)
     except BackendError as error:
         return Probe(False, str(error))
     threads = choose_num_threads(config)

@@ -40,14 +40,16 @@ class CpuBackend(TorchBackend):
 def _choose_ops() -> tuple[Ops, Traits]:
     """The compiled kernels where they were built; else torch's products, as invariant as this processor has them."""
     config = environment()
-    if config.attention == "ipex":
-        return IpexAttention(load_paged_attention()), traits()
+    threads = choose_num_threads(config).count
     path = config.library or kernels.LIBRARY
-    if path.is_file():
+    if config.attention == "native" and path.is_file():
         library = kernels.load(path)
         library.force_isa(config.isa)
-        library.set_num_threads(choose_num_threads(config).count)
+        library.set_num_threads(threads)
         return CpuOps(library), traits()
+    torch.set_num_threads(threads)
+    if config.attention == "ipex":
+        return IpexAttention(load_paged_attention()), traits()
     _ask_for_strict_products()
     return PlainOps(), PLAIN_TRAITS if _products_are_invariant() else replace(PLAIN_TRAITS, batch_invariant=())
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagefleet.backend import BackendError
+from pagefleet_kernels import ISAS
 
-ISAS = ("scalar", "avx2", "avx512", "avx512bf16")  # what kernels are compiled for, the best last
 ATTENTIONS = ("native", "ipex")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -9,7 +10,9 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from pagefleet_cpu.config import ISAS, CpuConfig
+from pagefleet.backend import BackendError
+from pagefleet_cpu.config import CpuConfig
+from pagefleet_kernels import ISAS
 
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = {*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -18,6 +21,8 @@ NEEDS = {  # flags of /proc/cpuinfo; the same that dispatch.cpp asks the process
     "avx512": _AVX512,
     "avx512bf16": {*_AVX512, "avx512_vnni", "avx512_bf16"},
 }
+IPEX, IPEX_TORCH = "intel_extension_for_pytorch", "2.8"
+NOT_IPEX = "unset PAGEFLEET_CPU_ATTENTION to use pagefleet's own attention, which is faster"
 NO_KERNELS = (
     "no native kernels: reference ops, several times slower; build them with `python build_scripts/cpu.py` in a "
     "checkout (g++ >= 11 or clang >= 14)"
@@ -35,6 +40,18 @@ def read_manifest(config: CpuConfig) -> dict[str, Any] | None:
         return {}
 
 
+def check_attention(config: CpuConfig, torch_version: str | None = None) -> None:
+    """BackendError if PAGEFLEET_CPU_ATTENTION asks for what does not load in this torch (None: the one installed)."""
+    if config.attention != "ipex":
+        return
+    version = torch_version or importlib.metadata.version("torch")
+    if version.split(".")[:2] != IPEX_TORCH.split("."):
+        raise BackendError(
+            f"PAGEFLEET_CPU_ATTENTION is 'ipex', but this is torch {version}: {IPEX} ended with 2.8 and loads in torch "
+            f"{IPEX_TORCH} only; {NOT_IPEX}"
+        )
+
+
 def describe_kernels(config: CpuConfig, manifest: dict[str, Any] | None, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Which kernels will run and who built them, or what is lost without."""
     if config.attention == "ipex":
@@ -43,9 +60,16 @@ def describe_kernels(config: CpuConfig, manifest: dict[str, Any] | None, cpuinfo
         return f"PAGEFLEET_CPU_LIBRARY is {config.library}, which is not there: {NO_KERNELS}"
     if manifest is None:
         return NO_KERNELS
-    isa = f"{config.isa} (forced)" if config.isa else best_isa(manifest.get("units", ISAS), cpuinfo)
-    options = ", fast math: not batch-invariant" if manifest.get("batch_invariant") is False else ""
-    return f"kernels {isa}, built by {manifest.get('compiler', 'an unknown compiler')}{options}"
+    built, possible = best_isa(manifest.get("units", ISAS), cpuinfo), best_isa(ISAS, cpuinfo)
+    notes = [f"kernels {config.isa} (forced)" if config.isa else f"kernels {built}"]
+    if built != possible and not config.isa:
+        notes.append(
+            f"this processor has {possible}, which the build left out (ARCH_SPECIFIC_OPTIMIZATIONS=1 builds it)"
+        )
+    notes.append(f"built by {manifest.get('compiler', 'an unknown compiler')}")
+    if manifest.get("batch_invariant") is False:
+        notes.append("fast math: not batch-invariant")
+    return ", ".join(notes)
 
 
 def best_isa(units: Any, cpuinfo: Path) -> str:

@@ -20,11 +20,9 @@ from pagefleet.backend import BackendError, ForwardBatch, KVLayout
 from pagefleet.model import ModelSpec
 from pagefleet.torch_runner.ops import op
 from pagefleet.torch_runner.plan import BatchPlan, WritePlan, plan_writes
+from pagefleet_cpu.config import CpuConfig
+from pagefleet_cpu.evidence import IPEX, NOT_IPEX, check_attention
 from pagefleet_cpu.plain import PlainOps
-
-MODULE = "intel_extension_for_pytorch"
-TORCH = "2.8"
-WAY_OUT = "unset PAGEFLEET_CPU_ATTENTION to use pagefleet's own attention, which is faster"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +42,13 @@ def load_paged_attention(
     torch_version: str = torch.__version__, import_module: Callable[[str], Any] = importlib.import_module
 ) -> Any:
     """The extension's `PagedAttention`; BackendError where it cannot be had. Imported here and nowhere else."""
-    if torch_version.split(".")[:2] != TORCH.split("."):
-        raise BackendError(
-            f"PAGEFLEET_CPU_ATTENTION is 'ipex', but this is torch {torch_version}: {MODULE} ended with 2.8 and loads "
-            f"in torch {TORCH} only; {WAY_OUT}"
-        )
+    check_attention(CpuConfig(attention="ipex"), torch_version)
     try:
-        return import_module(f"{MODULE}.llm.modules").PagedAttention
+        return import_module(f"{IPEX}.llm.modules").PagedAttention
     except Exception as error:  # whatever an old package runs into: NameError, with transformers 5
         raise BackendError(
-            f"PAGEFLEET_CPU_ATTENTION is 'ipex', but {MODULE} does not load ({error!r}): pip install {MODULE}==2.8.0, "
-            f"or {WAY_OUT}"
+            f"PAGEFLEET_CPU_ATTENTION is 'ipex', but {IPEX} does not load ({error!r}): pip install {IPEX}==2.8.0, "
+            f"or {NOT_IPEX}"
         ) from error
 
 
@@ -67,7 +61,7 @@ class IpexAttention(PlainOps):
 
     def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
         if 1 in model.windows:
-            raise BackendError(f"{MODULE} takes a window of 1 position for none; {WAY_OUT}")
+            raise BackendError(f"{IPEX} takes a window of 1 position for none; {NOT_IPEX}")
         _check_batch(batch, layout)
         key_starts = np.concatenate([[0], np.cumsum(batch.seq_lens)])
         arrays = (batch.block_tables, batch.query_starts, key_starts, batch.seq_lens)

@@ -1,4 +1,4 @@
-"""How many threads the kernels get, and on which processors: what this process may really use.
+"""How many threads the kernels get: what this process may really use.
 
 Counted are the processors in its affinity mask, one a core (two threads of a core share its vector units), those of
 one NUMA node (memory of another is half as fast, and every op would wait for the slowest thread), and no more than
@@ -19,10 +19,9 @@ from pagefleet_cpu.config import CpuConfig
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """`cpus` are where `count` threads may run; they are more than `count` if a quota or a setting says so."""
+    """So many, and why."""
 
     count: int
-    cpus: tuple[int, ...]
     evidence: str  # "8 threads: 16 processors on 8 cores"
 
 
@@ -33,20 +32,23 @@ def choose_num_threads(
     visible = sorted(_affinity() if affinity is None else affinity)
     cores = _one_a_core(visible, root)
     steps = [f"{_count(len(visible), 'processor')} on {_count(len(cores), 'core')}"]
-    nodes = [on_node for node in _nodes(root) if (on_node := [cpu for cpu in cores if cpu in node])]
-    node = max(nodes, key=len, default=cores)  # the first of the largest
     if config.threads is not None:
-        enough = next((cpus for cpus in (node, cores) if config.threads <= len(cpus)), visible)
         steps.append(f"{config.threads_variable} is {config.threads}")
-        return Threads(config.threads, tuple(enough), _say(config.threads, steps))
+        return Threads(config.threads, _say(config.threads, steps))
+    nodes = {node: on_it for node, cpus in _nodes(root).items() if (on_it := sum(cpu in cpus for cpu in cores))}
+    count = len(cores)
     if len(nodes) > 1:
-        steps.append(f"{len(node)} of them on one of {len(nodes)} NUMA nodes")
+        node = max(nodes, key=lambda node: nodes[node])  # the first of the largest
+        count = nodes[node]
+        steps.append(
+            f"{count} of them on one of {len(nodes)} NUMA nodes (numactl --cpunodebind={node} --membind={node} keeps "
+            "threads and memory there)"
+        )
     quota = cpu_quota(root)
-    count = len(node)
     if quota is not None and quota < count:
         count = max(1, int(quota))
         steps.append(f"a quota of {quota:g}")
-    return Threads(count, tuple(node), _say(count, steps))
+    return Threads(count, _say(count, steps))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -72,11 +74,11 @@ def _one_a_core(cpus: list[int], root: Path) -> list[int]:
     return first
 
 
-def _nodes(root: Path) -> list[set[int]]:
-    """Processors of each NUMA node that has any (memory may be a node of its own)."""
+def _nodes(root: Path) -> dict[int, set[int]]:
+    """Processors of each NUMA node. Memory may be a node of its own, without any."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    found = [_read_list(folder / "cpulist") for folder in sorted(folders, key=lambda path: int(path.name[4:]))]
-    return [node for node in found if node]
+    cpus = {int(folder.name[4:]): _read_list(folder / "cpulist") for folder in folders}
+    return dict(sorted(cpus.items()))
 
 
 def _quotas_v2(root: Path) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""The command `pagefleet`: devices, generate, chat, bench. What a command needs is imported when it runs."""
+"""The command `pagefleet` and its subcommands. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from pagefleet._version import __version__
 from pagefleet.cli_bench import bench
+from pagefleet.cli_conformance import conformance
 from pagefleet.cli_options import Device, Dtype, Model, Seed, Settings, Temperature, TopK, TopP, load_llm
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def chat(
 
 
 app.command()(bench)
+app.command()(conformance)
 
 
 # -- in ----------------------------------------------------------------------------------------------------

@@ -1,1 +1,3 @@
-"""Kernels by operator. Empty for now: every op is served by its reference in plain torch."""
+"""Compiled kernels, one module for each device that has some. This file imports nothing."""
+
+ISAS = ("scalar", "avx2", "avx512", "avx512bf16")  # what the CPU's are compiled for, the best last

@@ -19,6 +19,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from pagefleet_kernels import ISAS
+
 LIBRARY = Path(__file__).with_name("_cpu.so")
 
 FORMATS: Mapping[str, int] = MappingProxyType(  # `Format` of csrc/cpu/kernels.h
@@ -30,8 +32,6 @@ FORMATS: Mapping[str, int] = MappingProxyType(  # `Format` of csrc/cpu/kernels.h
     }
 )
 ACTIVATIONS: Mapping[str, int] = MappingProxyType({"silu": 1, "gelu": 2, "gelu_tanh": 3})
-ISAS = ("scalar", "avx2", "avx512", "avx512bf16")
-
 OPS = ("pack", "linear", "gather", "norm", "rope", "attention", "gate", "sample", "mask", "layers")
 PANEL = 16  # outputs of a weight that are packed together
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree as xml
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -81,3 +83,52 @@ def test_example_plugins_stay_small(name: str) -> None:
     files = sorted((PLUGINS / f"pagefleet-{name}").rglob("*.py"))
     counts = {file.name: len(file.read_text().splitlines()) for file in files}
     assert 0 < sum(counts.values()) < 200, counts
+
+
+# -- levels and reports --------------------------------------------------------------------------------
+
+
+def test_a_level_leaves_out_those_above_it(tmp_path: Path) -> None:
+    need_plugin("numpy")
+    result = run_kit("numpy", "--level", "L0", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout
+    assert "numpy:0 reaches L0 of L0" in result.stdout
+    assert "deselected" in result.stdout
+    assert "L1  " not in result.stdout
+
+
+def test_a_report_counts_what_happened(tmp_path: Path) -> None:
+    need_plugin("numpy")
+    result = run_kit("numpy", "--report", "out", "-k", "greedy or exchange or probe or invariance", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["schema"], report["backend"], report["device"], report["wanted"]) == (1, "numpy", 0, "L5")
+    assert report["levels"]["L0"]["passed"] == 2
+    assert report["levels"]["L4"]["passed"] == 1
+    assert sum(report["skipped"].values()) == sum(level["skipped"] for level in report["levels"].values())
+    assert {"pagefleet", "contract", "python", "numpy"} <= set(report["versions"])
+    cases = xml.parse(tmp_path / "out/junit.xml").getroot().iter("testcase")
+    assert len(list(cases)) == sum(level["passed"] + level["skipped"] for level in report["levels"].values())
+    page = (tmp_path / "out/report.md").read_text()
+    assert page.startswith(f"# numpy: {report['level']} of L5")
+
+
+def test_a_report_names_failures_and_the_level_that_was_reached(fault_plugin: tuple[Path, ...], tmp_path: Path) -> None:
+    result = run_kit("GroupsInterleaved", "--report", "out", "-k", "probe or prefill", cwd=tmp_path, path=fault_plugin)
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["level"] == "L0"
+    assert report["levels"]["L1"]["failed"] == len(report["failed"]) > 0
+    assert all("prefill" in each["test"] and each["message"] for each in report["failed"])
+    assert "Failed:" in (tmp_path / "out/report.md").read_text()
+
+
+def test_the_command_line_runs_the_kit(tmp_path: Path) -> None:
+    need_plugin("numpy")
+    command = [sys.executable, "-m", "pagefleet", "conformance", "--device", "numpy", "--level", "L0"]
+    result = subprocess.run([*command, "--", "-k", "traits"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 passed" in result.stdout
+    wrong = subprocess.run([*command[:-1], "L9"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert wrong.returncode == 1
+    assert "--level is 'L9'; it must be one of L0, L1, L2, L3, L4, L5" in wrong.stderr

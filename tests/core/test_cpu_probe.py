@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pagefleet_cpu
 from pagefleet.backend import BackendError
 from pagefleet_cpu import PLAIN_TRAITS, TRAITS, check_isa, probe, traits
 from pagefleet_cpu.config import CpuConfig
+from pagefleet_cpu.evidence import describe_kernels
 
 UNITS = ("scalar", "avx2", "avx512", "avx512bf16")
 VARIABLES = ("THREADS", "ISA", "LIBRARY", "ATTENTION")
@@ -47,7 +49,8 @@ def cpuinfo(folder: Path, flags: str) -> Path:
 def test_with_kernels_the_evidence_names_them_and_the_traits_are_theirs(library: Path) -> None:
     found = probe()
     assert found.usable
-    assert "; kernels scalar, built by g++ 12.2.0; " in found.evidence
+    assert "; kernels scalar, " in found.evidence
+    assert "built by g++ 12.2.0; " in found.evidence
     assert len(found.devices) == 1
     assert traits() == TRAITS
 
@@ -73,8 +76,17 @@ def test_another_attention_promises_neither_kernels_nor_invariance(
     library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGEFLEET_CPU_ATTENTION", "ipex")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"torch": "2.8.0+cpu"}[name])
+    assert probe().usable
     assert "Intel's extension" in probe().evidence
     assert (traits().weight_formats, traits().batch_invariant) == ((), ())
+
+
+def test_an_attention_that_this_torch_refuses_makes_it_unusable(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEFLEET_CPU_ATTENTION", "ipex")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"torch": "2.13.0"}[name])
+    assert not probe().usable
+    assert "loads in torch 2.8 only; unset PAGEFLEET_CPU_ATTENTION" in probe().evidence
 
 
 def test_a_wrong_value_makes_it_unusable_and_is_the_reason(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +100,19 @@ def test_a_wrong_value_makes_it_unusable_and_is_the_reason(library: Path, monkey
 def test_threads_asked_for_are_those_of_the_device(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEFLEET_CPU_THREADS", "3")
     assert probe().devices[0].detail == "3 threads"
+
+
+def test_what_a_build_left_out_of_this_processor_is_said(tmp_path: Path) -> None:
+    old, new = cpuinfo(tmp_path, "sse2"), tmp_path / "new"
+    new.write_text("flags\t\t: sse2 avx2 fma f16c\n")
+    for units in (("scalar",), UNITS):
+        manifest = {"units": dict.fromkeys(units), "compiler": "clang 19"}
+        assert describe_kernels(CpuConfig(), manifest, old) == "kernels scalar, built by clang 19"
+    assert describe_kernels(CpuConfig(), manifest, new) == "kernels avx2, built by clang 19"
+    manifest["units"] = {"scalar": []}
+    said = describe_kernels(CpuConfig(), manifest, new)
+    assert said.startswith("kernels scalar, this processor has avx2, which the build left out")
+    assert "left out" not in describe_kernels(CpuConfig(isa="scalar"), manifest, new)
 
 
 # -- an instruction set asked for ----------------------------------------------------------------------
@@ -134,7 +159,7 @@ def test_probing_imports_neither_torch_nor_the_kernels() -> None:
 import sys
 import pagefleet_cpu
 pagefleet_cpu.probe(), pagefleet_cpu.traits()
-print([name for name in ("torch", "pagefleet_kernels", "pagefleet_cpu.backend") if name in sys.modules])
+print([name for name in ("torch", "pagefleet_kernels.cpu", "pagefleet_cpu.backend") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

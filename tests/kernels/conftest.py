@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pagefleet_cpu.config import environment
-from pagefleet_kernels import cpu
+from pagefleet_kernels import ISAS, cpu
 
 library = environment().library
 if library is not None:
@@ -24,7 +24,7 @@ def lib() -> cpu.CpuKernels:
         pytest.skip(str(error))
 
 
-@pytest.fixture(params=cpu.ISAS)
+@pytest.fixture(params=ISAS)
 def isa(lib: cpu.CpuKernels, request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set's kernels in turn, on two threads."""
     threads = lib.num_threads

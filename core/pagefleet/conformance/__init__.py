@@ -1,7 +1,23 @@
 """The conformance kit: what a backend must do, as tests a vendor runs on their own device.
 
-    pytest --pyargs pagefleet.conformance --target-device NAME
+    pagefleet conformance --device NAME [--level L3] [--report DIR]
+    pytest --pyargs pagefleet.conformance --target-device NAME [--level L3] [--report DIR]
 
 It finds the backend as the engine does, knows no device by name, and holds it to a dense float64 reference that
-shares no code with any backend. What a backend says in `Traits` it cannot do is skipped, with that reason.
+shares no code with any backend. What a backend says in `Traits` it cannot do is skipped, with that reason, and counted.
+A report's files are described in `report.py`.
 """
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+LEVELS: Mapping[str, str] = MappingProxyType(
+    {
+        "L0": "comes up, says what it can do, goes away",
+        "L1": "logits of any batch, over any placement of blocks",
+        "L2": "the paged cache: writes, copies, moves",
+        "L3": "models",
+        "L4": "sampling",
+        "L5": "determinism",
+    }
+)

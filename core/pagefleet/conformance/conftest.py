@@ -7,32 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pagefleet.backend import BackendError
-from pagefleet.config import environment
 from pagefleet.conformance.cases import Case, case_named
 from pagefleet.conformance.driver import Driver
 from pagefleet.conformance.reference import tolerance
-from pagefleet.plugins import Plugins
+from pagefleet.conformance.target import find_target
 
 if TYPE_CHECKING:
     from pagefleet.backend import Backend, BackendInfo, Traits
 
     MakeBackend = Callable[[], Backend]
     MakeDriver = Callable[..., Driver]
-
-TARGET = pytest.StashKey["tuple[BackendInfo, int]"]()
-
-
-def find_target(config: pytest.Config) -> tuple[BackendInfo, int]:
-    """The backend and device index that the command names, found as the engine finds it."""
-    if TARGET not in config.stash:
-        surroundings = environment()
-        name = config.getoption("--target-device") or surroundings.target_device
-        try:
-            config.stash[TARGET] = Plugins(surroundings.plugins).select(name)
-        except BackendError as error:
-            raise pytest.UsageError(str(error)) from error
-    return config.stash[TARGET]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import pytest
+
 from pagefleet.backend import Backend, BackendInfo, Traits
 from pagefleet.conformance.cases import case_named
 from pagefleet.conformance.driver import Driver
+
+pytestmark = pytest.mark.level("L0")
 
 PROBE = """
 import json, sys, time

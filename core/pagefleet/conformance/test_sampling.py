@@ -12,6 +12,8 @@ from pagefleet.backend import SamplingBatch, Traits
 from pagefleet.conformance.driver import Driver
 from pagefleet.sampler import NO_LOGPROBS, Sampler, uniform
 
+pytestmark = pytest.mark.level("L4")
+
 
 def greedy(num_rows: int) -> SamplingBatch:
     """Rows that take the most likely token, and nothing else."""

@@ -1,0 +1,43 @@
+"""The command `pagefleet conformance`: the kit, run by pytest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagefleet.cli_options import Device
+from pagefleet.conformance import LEVELS
+
+HIGHEST = [*LEVELS][-1]
+
+
+def conformance(
+    device: Device = None,
+    level: Annotated[str, typer.Option(metavar="|".join(LEVELS), help="Highest level to test.")] = HIGHEST,
+    report: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write report.json, report.md and junit.xml there.")
+    ] = None,
+    pytest_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- PYTEST_ARGS]...", help="More for pytest, after --: -- -x -k cache."),
+    ] = None,
+) -> None:
+    """Test a backend on this machine, level by level.
+
+    Levels: L0 comes up and goes away, L1 logits of any batch, L2 the paged cache, L3 models, L4 sampling,
+    L5 determinism. What the backend says it cannot do is skipped and counted. Exits 1 if a test failed.
+
+    Example: pagefleet conformance --device NAME --report build/conformance
+    """
+    try:
+        import pytest
+    except ImportError as error:
+        raise ImportError("the conformance kit runs on pytest, which is not installed: pip install pytest") from error
+    if level not in LEVELS:
+        raise ValueError(f"--level is {level!r}; it must be one of {', '.join(LEVELS)}")
+    arguments = ["--pyargs", "pagefleet.conformance", "-q", "-p", "no:cacheprovider", "--level", level]
+    arguments += ["--target-device", device] if device else []
+    arguments += ["--report", str(report)] if report else []
+    raise typer.Exit(int(pytest.main([*arguments, *(pytest_args or [])])))

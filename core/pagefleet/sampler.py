@@ -52,7 +52,7 @@ class RowLogprobs:
 class SampledTokens:
     """What one step drew."""
 
-    token_ids: NDArray[np.int32]  # [S]
+    token_ids: NDArray[np.int32]  # [S] in the vocabulary, those of failed rows too
     logprobs: Mapping[int, RowLogprobs] = field(default_factory=dict)  # row -> its log-probabilities, if asked for
     prompt_logprobs: Sequence[RowLogprobs] = ()  # [P]
     errors: Mapping[int, Exception] = field(default_factory=dict)  # row -> why no token could be drawn
@@ -88,6 +88,7 @@ class Sampler:
                 else:
                     batch.rules[row].output.append(token_id)
                 token_ids[row] = token_id
+        token_ids[[*errors]] = 0  # the next step computes it before the request has ended: any token will do
         logprobs = {
             i: row_logprobs(rows[i], int(token_ids[i]), int(batch.num_logprobs[i]))
             for i in np.flatnonzero(batch.num_logprobs != NO_LOGPROBS).tolist()

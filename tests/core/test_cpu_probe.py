@@ -14,7 +14,6 @@ import pagefleet_cpu
 from pagefleet.backend import BackendError
 from pagefleet_cpu import PLAIN_TRAITS, TRAITS, check_isa, probe, traits
 from pagefleet_cpu.config import CpuConfig
-from pagefleet_cpu.evidence import describe_kernels
 
 UNITS = ("scalar", "avx2", "avx512", "avx512bf16")
 VARIABLES = ("THREADS", "ISA", "LIBRARY", "ATTENTION")
@@ -100,19 +99,6 @@ def test_a_wrong_value_makes_it_unusable_and_is_the_reason(library: Path, monkey
 def test_threads_asked_for_are_those_of_the_device(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEFLEET_CPU_THREADS", "3")
     assert probe().devices[0].detail == "3 threads"
-
-
-def test_what_a_build_left_out_of_this_processor_is_said(tmp_path: Path) -> None:
-    old, new = cpuinfo(tmp_path, "sse2"), tmp_path / "new"
-    new.write_text("flags\t\t: sse2 avx2 fma f16c\n")
-    for units in (("scalar",), UNITS):
-        manifest = {"units": dict.fromkeys(units), "compiler": "clang 19"}
-        assert describe_kernels(CpuConfig(), manifest, old) == "kernels scalar, built by clang 19"
-    assert describe_kernels(CpuConfig(), manifest, new) == "kernels avx2, built by clang 19"
-    manifest["units"] = {"scalar": []}
-    said = describe_kernels(CpuConfig(), manifest, new)
-    assert said.startswith("kernels scalar, this processor has avx2, which the build left out")
-    assert "left out" not in describe_kernels(CpuConfig(isa="scalar"), manifest, new)
 
 
 # -- an instruction set asked for ----------------------------------------------------------------------

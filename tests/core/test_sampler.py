@@ -244,6 +244,7 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_only(temperature: 
     assert "not finite" in str(sampled.errors[1])
     assert sampled.token_ids[[0, 2]].tolist() == [int(alone[0].token_ids[0]), int(alone[2].token_ids[0])]
     assert sorted(sampled.logprobs) == [0, 2]
+    assert 0 <= sampled.token_ids[1] < VOCAB  # a pipelined step computes it before the request has ended
 
 
 def test_tokens_of_minus_infinity_are_left_out() -> None:
@@ -423,6 +424,7 @@ def test_a_request_that_allows_no_token_fails_alone() -> None:
     rules = {0: make_rules(SamplingParams(allowed_token_ids=[5]), bad_words=[[5]])}
     sampled = Sampler().sample(logits, make_batch(2, rules=rules))
     assert "parameters leave none" in str(sampled.errors[0])
+    assert 0 <= sampled.token_ids[0] < VOCAB
     assert list(sampled.errors) == [0]
 
 

@@ -60,6 +60,9 @@ class CpuOps(Ops):
     def __init__(self, kernels: CpuKernels) -> None:
         super().__init__()
         self.kernels = kernels
+        self.close()
+
+    def close(self) -> None:
         self._layers: Sequence[Layer] = ()  # those last run, and
         self._runs: list[tuple[slice, LayerStack | None]] = []  # how
 
@@ -143,7 +146,7 @@ class CpuOps(Ops):
     ) -> tuple[Tensor, Tensor | None]:
         """In one call, where weights are whole panels of one format each: what is between the kernels costs, too."""
         if self._layers is not layers:
-            self._layers, self._runs = layers, _runs(layers)
+            self._layers, self._runs = layers, _runs(layers, model)
         own = cast("CpuPlan", plan)
         for part, stack in self._runs:
             if stack is None:
@@ -167,19 +170,25 @@ class CpuOps(Ops):
         return residual, x
 
 
-def _runs(layers: Sequence[Layer]) -> list[tuple[slice, LayerStack | None]]:
-    """Runs of layers, each for one call; None: some weight is not of whole panels, or of several formats."""
+def _runs(layers: Sequence[Layer], model: ModelSpec) -> list[tuple[slice, LayerStack | None]]:
+    """Runs of like layers, each for one call; None: op by op."""
     runs, start = [], 0
-    for whole, group in groupby(layers, _is_whole):
+    for kind, group in groupby(layers, lambda layer: _kind(layer, model)):
         run = list(group)
-        runs.append((slice(start, start + len(run)), _stack(run) if whole else None))
+        runs.append((slice(start, start + len(run)), None if kind is None else _stack(run)))
         start += len(run)
     return runs
 
 
-def _is_whole(layer: Layer) -> bool:
+def _kind(layer: Layer, model: ModelSpec) -> tuple[object, ...] | None:
+    """What layers of one call have in common; None: a weight is not of whole panels, or of several formats."""
     matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
-    return all(isinstance(matrix, PackedWeight) for matrix in matrices) and layer.down.shape[1] % PANEL == 0
+    if not all(isinstance(matrix, PackedWeight) for matrix in matrices) or layer.down.shape[1] % PANEL:
+        return None
+    if layer.qk_norms is not None and layer.qk_norms.eps != model.norm_eps:
+        return None
+    optional = (layer.qkv_bias, layer.qk_norms, layer.o_bias, layer.gate_up_bias, layer.down_bias)
+    return (*(matrix.shape for matrix in matrices), *(vector is None for vector in optional))
 
 
 def _stack(layers: Sequence[Layer]) -> LayerStack:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pagefleet.cli_options import Device
+from pagefleet.config import environment
 from pagefleet.conformance import LEVELS
+from pagefleet.plugins import Plugins
 
 HIGHEST = [*LEVELS][-1]
 
@@ -37,7 +40,10 @@ def conformance(
         raise ImportError("the conformance kit runs on pytest, which is not installed: pip install pytest") from error
     if level not in LEVELS:
         raise ValueError(f"--level is {level!r}; it must be one of {', '.join(LEVELS)}")
-    arguments = ["--pyargs", "pagefleet.conformance", "-q", "-p", "no:cacheprovider", "--level", level]
-    arguments += ["--target-device", device] if device else []
-    arguments += ["--report", str(report)] if report else []
+    surroundings = environment()
+    info, index = Plugins(surroundings.plugins).select(device or surroundings.target_device)
+    kit = Path(__file__).parent / "conformance"
+    arguments = [str(kit), "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(kit)]  # no one's settings
+    arguments += ["--conformance-level", level, "--target-device", f"{info.name}:{index}"]
+    arguments += ["--conformance-report", str(report.absolute())] if report else []
     raise typer.Exit(int(pytest.main([*arguments, *(pytest_args or [])])))

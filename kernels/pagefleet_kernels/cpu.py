@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -111,9 +112,14 @@ class _WeightMemory:
     def __init__(self) -> None:
         self._piece: Callable[[], mmap.mmap | None] = lambda: None
         self._used = 0
+        self._turn = threading.Lock()
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], aligned to 64 bytes."""
+        """uint8 [num_bytes], aligned to 64 bytes. Any thread may ask."""
+        with self._turn:
+            return self._take(num_bytes)
+
+    def _take(self, num_bytes: int) -> Tensor:
         piece, start = self._piece(), -(-self._used // self.ALIGN) * self.ALIGN
         if piece is None or start + num_bytes > len(piece):
             size = max(num_bytes, self.PIECE) + self.HUGE_PAGE

@@ -90,7 +90,7 @@ def test_example_plugins_stay_small(name: str) -> None:
 
 def test_a_level_leaves_out_those_above_it(tmp_path: Path) -> None:
     need_plugin("numpy")
-    result = run_kit("numpy", "--level", "L0", cwd=tmp_path)
+    result = run_kit("numpy", "--conformance-level", "L0", cwd=tmp_path)
     assert result.returncode == 0, result.stdout
     assert "numpy:0 reaches L0 of L0" in result.stdout
     assert "deselected" in result.stdout
@@ -99,7 +99,9 @@ def test_a_level_leaves_out_those_above_it(tmp_path: Path) -> None:
 
 def test_a_report_counts_what_happened(tmp_path: Path) -> None:
     need_plugin("numpy")
-    result = run_kit("numpy", "--report", "out", "-k", "greedy or exchange or probe or invariance", cwd=tmp_path)
+    result = run_kit(
+        "numpy", "--conformance-report", "out", "-k", "greedy or exchange or probe or invariance", cwd=tmp_path
+    )
     assert result.returncode == 0, result.stdout
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert (report["schema"], report["backend"], report["device"], report["wanted"]) == (1, "numpy", 0, "L5")
@@ -109,17 +111,18 @@ def test_a_report_counts_what_happened(tmp_path: Path) -> None:
     assert {"pagefleet", "contract", "python", "numpy"} <= set(report["versions"])
     cases = xml.parse(tmp_path / "out/junit.xml").getroot().iter("testcase")
     assert len(list(cases)) == sum(level["passed"] + level["skipped"] for level in report["levels"].values())
-    page = (tmp_path / "out/report.md").read_text()
-    assert page.startswith(f"# numpy: {report['level']} of L5")
+    assert (report["partial"], report["level"]) == (True, None)
+    assert (tmp_path / "out/report.md").read_text().startswith("# numpy: no level of L5, in part\n")
 
 
 def test_a_report_names_failures_and_the_level_that_was_reached(fault_plugin: tuple[Path, ...], tmp_path: Path) -> None:
-    result = run_kit("GroupsInterleaved", "--report", "out", "-k", "probe or prefill", cwd=tmp_path, path=fault_plugin)
+    result = run_kit("GroupsInterleaved", "--conformance-report", "out", cwd=tmp_path, path=fault_plugin)
     assert result.returncode == pytest.ExitCode.TESTS_FAILED
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert report["level"] == "L0"
-    assert report["levels"]["L1"]["failed"] == len(report["failed"]) > 0
-    assert all("prefill" in each["test"] and each["message"] for each in report["failed"])
+    assert sum(level["failed"] for level in report["levels"].values()) == len(report["failed"]) > 0
+    assert all(each["message"] for each in report["failed"])
+    assert "GroupsInterleaved:0 reaches L0 of L5" in result.stdout
     assert "Failed:" in (tmp_path / "out/report.md").read_text()
 
 
@@ -132,3 +135,35 @@ def test_the_command_line_runs_the_kit(tmp_path: Path) -> None:
     wrong = subprocess.run([*command[:-1], "L9"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert wrong.returncode == 1
     assert "--level is 'L9'; it must be one of L0, L1, L2, L3, L4, L5" in wrong.stderr
+    absent = [*command[:-3], "no-such-device"]
+    absent_result = subprocess.run(absent, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert absent_result.returncode == 1
+    assert absent_result.stderr.startswith("error: no backend is called 'no-such-device'")
+
+
+def test_other_peoples_tests_are_left_alone(tmp_path: Path) -> None:
+    """A project with options and markers of the kit's names, or something like them."""
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--level')\n    parser.addoption('--report')\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = level\n")
+    (tmp_path / "test_theirs.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.level\ndef test_bare(): pass\n"
+        "@pytest.mark.conformance_level\ndef test_without_a_name(): pass\n"
+        "@pytest.mark.conformance_level('hard')\ndef test_of_another_level(): pass\n"
+        "@pytest.mark.conformance_level(3)\ndef test_of_a_number(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--level", "x", "--report", "y"]
+    env = {**os.environ, "TARGET_DEVICE": "no-such-device"}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert "4 passed" in result.stdout, result.stdout + result.stderr
+
+
+def test_the_command_heeds_no_settings_of_where_it_is_run(tmp_path: Path) -> None:
+    need_plugin("numpy")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\nfilterwarnings = error\n")
+    command = [sys.executable, "-m", "pagefleet", "conformance", "--device", "numpy", "--level", "L0"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "numpy:0 reaches L0 of L0" in result.stdout

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -139,8 +142,7 @@ def test_what_layers_are_given_is_checked(lib: cpu.CpuKernels) -> None:
     slots = plan.slots.clone()
     slots[-1] = BLOCK * (BLOCKS + 1)
     refused(layers, cache, replace(plan, slots=slots), "slot 104 is beyond")
-    swapped = replace(layers[2], gate_up=layers[2].o)
-    refused([*layers[:2], swapped], cache, plan, "the packed weight is smaller")
+    refused([replace(layer, gate_up=layer.o) for layer in layers], cache, plan, "the packed weight is smaller")
     refused([replace(layer, attn_norm=layer.attn_norm[:-1]) for layer in layers], cache, plan, "attn_norm must be")
     refused([replace(layer, window=-3) for layer in layers], cache, plan, "window is -3")
 
@@ -158,3 +160,59 @@ def test_weights_lie_in_common_memory_that_lasts_as_long_as_they_do(lib: cpu.Cpu
     assert torch.equal(lib.linear(x, second), rows.T + 1)
     assert torch.equal(lib.linear(x, third), rows.T)
     assert lib.linear(torch.ones(1, 4096), large)[0, -1] == 4096
+
+
+def test_weights_of_several_threads_do_not_overlap(lib: cpu.CpuKernels) -> None:
+    def take(found: list[tuple[int, int]]) -> None:
+        for _ in range(200):
+            weight = lib.empty_weight("float32", 16, 4)
+            kept.append(weight)
+            found.append((weight.data.data_ptr(), weight.num_bytes))
+
+    kept: list[cpu.PackedWeight] = []
+    found: list[list[tuple[int, int]]] = [[] for _ in range(4)]
+    threads = [threading.Thread(target=take, args=(each,)) for each in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    places = sorted(place for each in found for place in each)
+    assert all(start + size <= following for (start, size), (following, _) in pairwise(places))
+
+
+def test_a_closed_model_lets_its_weights_go(lib: cpu.CpuKernels) -> None:
+    ops = CpuOps(lib)
+    layers = [make_layer(ops, i, torch.float32, False, window, False) for i, window in enumerate(MODEL.windows)]
+    residual, cache = normal(TOKENS, HIDDEN, seed=9), make_cache(torch.float32)
+    ops.layers(residual, None, layers, MODEL, normal(TOKENS, 2, HEAD_DIM, seed=8), cache, make_plan(ops))
+    alive = weakref.ref(layers[0].attn_norm)
+    del layers
+    ops.close()
+    gc.collect()
+    assert alive() is None
+
+
+def test_layers_that_differ_are_run_as_they_are(lib: cpu.CpuKernels) -> None:
+    """One without biases among others, and head norms with an epsilon of their own."""
+    ops = CpuOps(lib)
+    layers = [make_layer(ops, i, torch.float32, True, None, False) for i in range(3)]
+    norms = layers[2].qk_norms
+    assert norms is not None
+    layers = [layers[0], replace(layers[1], qkv_bias=None), replace(layers[2], qk_norms=replace(norms, eps=0.5))]
+    plan, rotary = make_plan(ops), normal(TOKENS, 2, HEAD_DIM, seed=8)
+    results = []
+    for run in (ops.layers, lambda *args: Ops.layers(ops, *args)):
+        results.append(
+            run(normal(TOKENS, HIDDEN, seed=9), None, layers, MODEL, rotary, make_cache(torch.float32), plan)
+        )
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 0, 8, 16), (2, 4, 1, 0, 16)])
+def test_a_cache_without_heads_or_slots_is_refused(lib: cpu.CpuKernels, shape: tuple[int, ...]) -> None:
+    plan = make_plan(CpuOps(lib))
+    with pytest.raises(RuntimeError, match="no heads, or blocks of no slots"):
+        lib.attention(
+            torch.zeros(TOKENS, 4, 16), torch.zeros(shape), plan.block_tables, plan.query_starts, plan.seq_lens, 16, 1.0
+        )

@@ -191,3 +191,30 @@ def test_what_a_draw_is_given_is_checked(lib: cpu.CpuKernels) -> None:
     with pytest.raises(RuntimeError, match="masks must be"):
         mask(logits, torch.zeros(2, 1, dtype=torch.int32))
     assert tokens.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("column", "wrong"), [(0, -1.0), (0, np.inf), (0, np.nan), (2, 0.0), (3, 1.5), (4, 1.0), (4, -0.1)]
+)
+def test_a_parameter_out_of_its_range_is_refused_before_anything_is_drawn(
+    lib: cpu.CpuKernels, column: int, wrong: float
+) -> None:
+    columns = [torch.ones(2), torch.zeros(2, dtype=torch.int32), torch.ones(2), torch.zeros(2), torch.zeros(2).double()]
+    columns[column][1] = wrong
+    with pytest.raises(RuntimeError, match=r"temperature is|top_p is|min_p is|uniforms must be"):
+        lib.sample(torch.zeros(2, 40), *columns)
+
+
+def test_zeros_of_both_signs_are_equal(lib: cpu.CpuKernels) -> None:
+    logits = np.array([-0.0, 0.0, -1.0, -0.0], np.float32)
+    assert draw(lib, logits, (1.0, 1, 1.0, 0.0), np.array([0.5])).tolist() == [0]
+    assert draw(lib, logits, (1.0, 2, 1.0, 0.0), np.array([0.9])).tolist() == [1]
+
+
+def test_the_end_of_the_distribution_is_not_drawn_by_rounding(lib: cpu.CpuKernels) -> None:
+    """The last token has a probability of 1e-35: no quantile that a float64 holds is its."""
+    for seed in range(20):
+        logits = random_logits(seed, 64)
+        logits[-1] = logits.max() - 80
+        uniforms = 1 - 2.0 ** -np.arange(20, 54, dtype=np.float64)
+        assert 63 not in draw(lib, logits, (1.0, 0, 1.0, 0.0), uniforms)

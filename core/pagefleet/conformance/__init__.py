@@ -1,7 +1,7 @@
 """The conformance kit: what a backend must do, as tests a vendor runs on their own device.
 
     pagefleet conformance --device NAME [--level L3] [--report DIR]
-    pytest --pyargs pagefleet.conformance --target-device NAME [--level L3] [--report DIR]
+    pytest --pyargs pagefleet.conformance --target-device NAME [--conformance-level L3] [--conformance-report DIR]
 
 It finds the backend as the engine does, knows no device by name, and holds it to a dense float64 reference that
 shares no code with any backend. What a backend says in `Traits` it cannot do is skipped, with that reason, and counted.

@@ -1,8 +1,9 @@
-"""What the kit found, level by level: a table in the terminal, and `--report DIR` with three files.
+"""What the kit found, level by level: a table in the terminal, and `--conformance-report DIR` with three files.
 
 `report.json` (`schema` 1) is one object:
 
-- `backend`, `device` (index), `level` (the highest reached, null: none), `wanted` (the highest asked for)
+- `backend`, `device` (index), `level` (the highest reached, null: none), `wanted` (the highest asked for), `partial`
+  (some of its tests were left out or never came to be run: no level is reached)
 - `devices`: [{`name`, `memory` (bytes, 0: unknown), `detail`}] and `evidence`, as the probe gave them
 - `versions`: of pagefleet, its contract, Python, the platform, and the frameworks that are installed
 - `levels`: {level: {`title`, `passed`, `failed`, `skipped`, `seconds`}}
@@ -35,14 +36,14 @@ FRAMEWORKS = ("numpy", "torch", "triton", "onnxruntime", "jax", "tensorflow")
 SCHEMA = 1
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Tally:
     """The tests of one level. A test that fails in its setup or teardown has failed."""
 
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -50,30 +51,44 @@ class Report:
     """Grows with each test's outcome; `target` is the backend that was tested, and its device."""
 
     wanted: str
-    target: tuple[BackendInfo, int] | None = None
-    levels: dict[str, Tally] = field(default_factory=dict)
+    target: tuple[BackendInfo, int]
+    partial: bool = False
+    outcomes: dict[str, str] = field(default_factory=dict)  # test -> passed, skipped or failed
+    level_of: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # of a level
     skipped: Counter[str] = field(default_factory=Counter)  # reason -> tests
-    failed: dict[str, tuple[str, str]] = field(default_factory=dict)  # test -> its level, the last line of its error
+    failed: dict[str, str] = field(default_factory=dict)  # test -> the first line of its error
 
     def add(self, level: str, outcome: pytest.TestReport) -> None:
-        """Count one phase (setup, call, teardown) of a test."""
-        tally = self.levels.setdefault(level, Tally())
-        tally.seconds += outcome.duration
+        """Take in one phase (setup, call, teardown) of a test."""
+        test = outcome.nodeid
+        self.level_of[test] = level
+        self.seconds[level] = self.seconds.get(level, 0.0) + outcome.duration
         if outcome.failed:
-            tally.failed += outcome.nodeid not in self.failed
-            self.failed[outcome.nodeid] = level, _last_line(outcome)
+            self.outcomes[test] = "failed"
+            self.failed[test] = _first_line(outcome)
         elif outcome.skipped:
-            tally.skipped += 1
+            self.outcomes[test] = "skipped"
             self.skipped[_reason(outcome)] += 1
-        elif outcome.when == "call":
-            tally.passed += 1
+        else:
+            self.outcomes.setdefault(test, "passed")
+
+    @property
+    def levels(self) -> dict[str, Tally]:
+        """Of every level that had a test."""
+        counts = Counter((self.level_of[test], outcome) for test, outcome in self.outcomes.items())
+        return {
+            level: Tally(
+                counts[level, "passed"], counts[level, "failed"], counts[level, "skipped"], self.seconds[level]
+            )
+            for level in sorted(set(self.level_of.values()))
+        }
 
     @property
     def level(self) -> str | None:
         """The highest level reached; None: not even L0."""
         reached = None
-        for level in LEVELS:
-            tally = self.levels.get(level, Tally())
+        for level, tally in () if self.partial else self.levels.items():
             if tally.failed:
                 break
             if tally.passed:
@@ -82,13 +97,12 @@ class Report:
 
     def write(self, folder: Path) -> None:
         """report.json and report.md into `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
         (folder / "report.md").write_text(self.as_markdown(), encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
         """The object described above."""
-        info, index = self._target()
+        info, index = self.target
         probe = info.probe()
         return {
             "schema": SCHEMA,
@@ -96,16 +110,18 @@ class Report:
             "device": index,
             "level": self.level,
             "wanted": self.wanted,
+            "partial": self.partial,
             "devices": [asdict(device) for device in probe.devices],
             "evidence": probe.evidence,
             "versions": versions(),
             "levels": {
                 level: {"title": LEVELS[level], **asdict(tally), "seconds": round(tally.seconds, 3)}
-                for level, tally in sorted(self.levels.items())
+                for level, tally in self.levels.items()
             },
             "skipped": dict(self.skipped),
             "failed": [
-                {"test": test, "level": level, "message": message} for test, (level, message) in self.failed.items()
+                {"test": test, "level": self.level_of[test], "message": message}
+                for test, message in self.failed.items()
             ],
         }
 
@@ -114,7 +130,7 @@ class Report:
         found = self.as_json()
         devices = "; ".join(f"{each['name']} {each['detail']}".strip() for each in found["devices"])
         lines = [
-            f"# {found['backend']}: {found['level'] or 'no level'} of {found['wanted']}",
+            f"# {found['backend']}: {found['level'] or 'no level'} of {found['wanted']}{', in part' * self.partial}",
             "",
             f"- device {found['device']}: {devices or 'unnamed'}",
             f"- {found['evidence']}",
@@ -129,24 +145,21 @@ class Report:
             ),
         ]
         if self.failed:
-            lines += ["", "Failed:", "", *(f"- `{test}`: {message}" for test, (_, message) in self.failed.items())]
+            lines += ["", "Failed:", "", *(f"- `{test}`: {message}" for test, message in self.failed.items())]
         if self.skipped:
             lines += ["", "Skipped:", "", *(f"- {number} x {reason}" for reason, number in self.skipped.most_common())]
         return "\n".join(lines) + "\n"
 
     def table(self) -> list[str]:
         """A line for each level, and one for what was reached."""
-        info, index = self._target()
+        info, index = self.target
         lines = [
             f"{level}  {tally.passed:4} passed, {tally.skipped:3} skipped{_failures(tally):12} {tally.seconds:7.1f} s  "
             f"{LEVELS[level]}"
-            for level, tally in sorted(self.levels.items())
+            for level, tally in self.levels.items()
         ]
-        return [*lines, f"{info.name}:{index} reaches {self.level or 'no level'} of {self.wanted}"]
-
-    def _target(self) -> tuple[BackendInfo, int]:
-        assert self.target is not None, "there is a report only where a backend was found"
-        return self.target
+        reached = "was tested in part" if self.partial else f"reaches {self.level or 'no level'} of {self.wanted}"
+        return [*lines, f"{info.name}:{index} {reached}"]
 
 
 def _failures(tally: Tally) -> str:
@@ -175,7 +188,7 @@ def _reason(outcome: pytest.TestReport) -> str:
     return reason.removeprefix("Skipped: ")
 
 
-def _last_line(outcome: pytest.TestReport) -> str:
+def _first_line(outcome: pytest.TestReport) -> str:
     crash = getattr(outcome.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(outcome.longrepr)
     return text.strip().splitlines()[0] if text.strip() else f"failed in {outcome.when}"

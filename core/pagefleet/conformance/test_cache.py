@@ -12,7 +12,7 @@ from pagefleet.backend import Traits
 from pagefleet.conformance.cases import Case, case_named, cases
 from pagefleet.conformance.driver import Driver, Prompt, Work, decode
 
-pytestmark = pytest.mark.level("L2")
+pytestmark = pytest.mark.conformance_level("L2")
 
 MakeDriver = Callable[..., Driver]
 

@@ -11,7 +11,7 @@ from pagefleet.backend import Traits
 from pagefleet.conformance.cases import Case, cases
 from pagefleet.conformance.driver import Driver, Prompt, compositions
 
-pytestmark = pytest.mark.level("L1")
+pytestmark = pytest.mark.conformance_level("L1")
 
 MakeDriver = Callable[..., Driver]
 every_case = pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
@@ -137,7 +137,7 @@ def test_logit_rows(logit_rows: list[int], make_driver: MakeDriver) -> None:
     driver.finish(prompts, chunk=1)
 
 
-@pytest.mark.level("L5")
+@pytest.mark.conformance_level("L5")
 def test_batch_invariance(dtype: str, traits: Traits, make_driver: MakeDriver) -> None:
     """A token's logits have the same bits alone, chunked, among others, padded, and in other blocks."""
     if dtype not in traits.batch_invariant:

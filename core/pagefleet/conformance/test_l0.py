@@ -13,7 +13,7 @@ from pagefleet.backend import Backend, BackendInfo, Traits
 from pagefleet.conformance.cases import case_named
 from pagefleet.conformance.driver import Driver
 
-pytestmark = pytest.mark.level("L0")
+pytestmark = pytest.mark.conformance_level("L0")
 
 PROBE = """
 import json, sys, time

@@ -12,7 +12,7 @@ from pagefleet.backend import SamplingBatch, Traits
 from pagefleet.conformance.driver import Driver
 from pagefleet.sampler import NO_LOGPROBS, Sampler, uniform
 
-pytestmark = pytest.mark.level("L4")
+pytestmark = pytest.mark.conformance_level("L4")
 
 
 def greedy(num_rows: int) -> SamplingBatch:

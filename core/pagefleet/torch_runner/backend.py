@@ -32,6 +32,7 @@ class TorchBackend(Backend):
 
     @torch.inference_mode()
     def load(self, model: ModelSpec, weights: WeightSource, dtype: str) -> None:
+        self.ops.close()  # a model that was there before
         loader = ParameterLoader(model, weights, self.ops, self.device, self._torch_dtype(dtype))
         self._decoder = Decoder(model, loader.load(), self.ops)
 
@@ -90,6 +91,7 @@ class TorchBackend(Backend):
         return {name: ", ".join(by) for name, by in served.items()}
 
     def close(self) -> None:
+        self.ops.close()
         for name in ("_decoder", "_kv"):
             self.__dict__.pop(name, None)
 

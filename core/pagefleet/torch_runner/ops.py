@@ -63,6 +63,9 @@ class Ops(ABC):
     def __init__(self) -> None:
         self.ledger: Counter[tuple[str, str]] = Counter()  # (op, implementation) -> calls
 
+    def close(self) -> None:
+        """Let go of all that is kept of a model. Others may follow."""
+
     @abstractmethod
     def pack(self, parts: Sequence[HostTensor], dtype: torch.dtype, device: torch.device) -> Weight:
         """The matrices [out, in] of `parts`, below each other, as one weight of `embed`, `linear` and `logits`.

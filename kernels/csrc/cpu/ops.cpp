@@ -61,10 +61,13 @@ const int32_t* integers(const Tensor& tensor, const char* name) {
   return static_cast<const int32_t*>(tensor.const_data_ptr());
 }
 
+constexpr int64_t kMaxSize = int64_t(1) << 28;  // of a weight's sides, and of what they are made of: no product overflows
+
 // A packed weight [n, k], checked against its bytes.
 Weight packed(const Tensor& weight, int64_t code, int64_t n, int64_t k) {
   STD_TORCH_CHECK(code >= 0 && code <= int64_t(Format::q6_k), "unknown weight format ", code);
   const Format format = Format(code);
+  STD_TORCH_CHECK(n <= kMaxSize && k <= kMaxSize, "a weight of ", n, " x ", k, " is beyond ", kMaxSize);
   STD_TORCH_CHECK(n > 0 && k > 0 && row_bytes(format, k) > 0, "a weight of ", n, " x ", k, " in format ", code,
                   " has no whole blocks");
   const int64_t bytes = panel_bytes(format, k);
@@ -158,6 +161,7 @@ struct Cache {
     const int64_t row = cache.size(at + 4);
     STD_TORCH_CHECK(row == (dtype == DType::i8 ? head_dim + 4 : head_dim), "the cache has rows of ", row,
                     " elements for heads of ", head_dim, " (int8: and four bytes of scale)");
+    STD_TORCH_CHECK(cache.size(at + 2) > 0 && cache.size(at + 3) > 0, "the cache has no heads, or blocks of no slots");
     layers = at ? cache.size(0) : 1;
     blocks = cache.size(at + 1), kv_heads = cache.size(at + 2), block_size = cache.size(at + 3);
     row_bytes = row * size_of(dtype);
@@ -314,6 +318,12 @@ void sample(Tensor tokens, const Tensor logits, const Tensor temperature, const 
   args.top_k = integers(top_k, "top_k");
   args.top_p = floats(top_p, "top_p", in.rows), args.min_p = floats(min_p, "min_p", in.rows);
   args.uniforms = static_cast<const double*>(uniforms.const_data_ptr());
+  for (int64_t i = 0; i < in.rows; ++i) {
+    STD_TORCH_CHECK(args.temperature[i] >= 0 && args.temperature[i] < __builtin_inff(), "temperature is ", args.temperature[i]);
+    STD_TORCH_CHECK(args.top_p[i] > 0, "top_p is ", args.top_p[i]);
+    STD_TORCH_CHECK(args.min_p[i] <= 1, "min_p is ", args.min_p[i]);
+    STD_TORCH_CHECK(args.uniforms[i] >= 0 && args.uniforms[i] < 1, "uniforms must be in [0, 1), one is ", args.uniforms[i]);
+  }
   args.tokens = static_cast<int32_t*>(tokens.mutable_data_ptr());
   run_sample(choose_kernels(), args, in.rows);
 }
@@ -359,6 +369,7 @@ void layers(Tensor residual, Tensor x, bool has_x, const Tensor attn_norm, const
   const int64_t count = paged.layers;
   for (const size_t size : {qkv.size(), o.size(), gate_up.size(), down.size(), windows.size(), formats.size() / 4})
     STD_TORCH_CHECK(int64_t(size) == count, "the cache is of ", count, " layers; weights, windows or formats are of ", size);
+  STD_TORCH_CHECK(heads <= kMaxSize && intermediate <= kMaxSize / 2, heads, " heads or ", intermediate, " is beyond ", kMaxSize);
   STD_TORCH_CHECK(heads > 0 && activation_of(activation) != Activation::none, "layers without heads or gate");
   STD_TORCH_CHECK(intermediate > 0 && intermediate % kPanel == 0, "intermediate is ", intermediate, ", not a multiple of ", kPanel);
   const int64_t tokens = residual.size(0), hidden = residual.size(1), q_size = heads * head_dim;

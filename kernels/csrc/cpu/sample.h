@@ -5,7 +5,6 @@
 #pragma once
 
 #include "kernels.h"
-#include "norm.h"
 #include "vec.h"
 
 namespace pagefleet::PAGEFLEET_ISA {
@@ -26,6 +25,7 @@ struct Candidates {
 
 // Larger floats have larger keys; NaN does not occur.
 PF_INLINE uint32_t sortable(float x) {
+  x += 0.0f;  // -0 is 0
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -165,13 +165,11 @@ static float bound_of_top(const float* logits, int64_t n, int64_t k, float* high
   return bound;
 }
 
-PF_INLINE double group_sum(const float* values) {
-  Wide sums = zero_wide();
-  for (int64_t i = 0; i < kWeights; i += 16) {
-    const Wide some = load_wide(values + i, 16);
-    for (int j = 0; j < kPanelVecs; ++j) sums.v[j] += some.v[j];
-  }
-  return double(sum_wide(sums));
+PF_INLINE double group_sum(const float* values) {  // in double: a sum rounded up would end beyond the last weight
+  double sums[8] = {};
+  for (int64_t i = 0; i < kWeights; i += 8)
+    for (int64_t j = 0; j < 8; ++j) sums[j] += double(values[i + j]);
+  return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
 }
 
 static double sum_of(const Candidates& some) {

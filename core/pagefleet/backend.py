@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pagefleet.model import ModelSpec
-from pagefleet.sampler import SampledTokens, Sampler, SamplingBatch
+from pagefleet.sampler import RowLogprobs, SampledTokens, Sampler, SamplingBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,7 +32,10 @@ __all__ = [
     "HostTensor",
     "KVLayout",
     "ModelSpec",
+    "PendingTokens",
     "Probe",
+    "ReadyTokens",
+    "RowLogprobs",
     "SampledTokens",
     "Sampler",
     "SamplingBatch",

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from pagefleet._version import __version__
 from pagefleet.cli_bench import bench
 from pagefleet.cli_conformance import conformance
+from pagefleet.cli_contract import contract
 from pagefleet.cli_options import Device, Dtype, Model, Seed, Settings, Temperature, TopK, TopP, load_llm
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ def chat(
 
 app.command()(bench)
 app.command()(conformance)
+app.add_typer(contract, name="contract")
 
 
 # -- in ----------------------------------------------------------------------------------------------------

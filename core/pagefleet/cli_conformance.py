@@ -9,9 +9,7 @@ from typing import Annotated
 import typer
 
 from pagefleet.cli_options import Device
-from pagefleet.config import environment
 from pagefleet.conformance import LEVELS
-from pagefleet.plugins import Plugins
 
 HIGHEST = [*LEVELS][-1]
 
@@ -40,6 +38,9 @@ def conformance(
         raise ImportError("the conformance kit runs on pytest, which is not installed: pip install pytest") from error
     if level not in LEVELS:
         raise ValueError(f"--level is {level!r}; it must be one of {', '.join(LEVELS)}")
+    from pagefleet.config import environment
+    from pagefleet.plugins import Plugins
+
     surroundings = environment()
     info, index = Plugins(surroundings.plugins).select(device or surroundings.target_device)
     kit = Path(__file__).parent / "conformance"

@@ -102,8 +102,7 @@ class Sampler:
 
     def mask(self, logits: NDArray[np.float32], masks: NDArray[np.int32]) -> None:
         """Logits [N, V] of tokens whose bit in `masks` [N, ceil(V / 32)] is 0 (see `token_mask`) become -inf."""
-        bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-        logits[bits == 0] = -np.inf
+        apply_masks(logits, masks)
 
     def draw(
         self,
@@ -138,12 +137,18 @@ class Sampler:
             self.mask(logits[: len(masks)], np.stack(masks))
         for own, row in zip(logits, rows, strict=True):
             try:
-                own[:] = batch.rules[row].apply(own, int(batch.positions[row]))
+                own[:] = batch.rules[row].apply(own, int(batch.positions[row]), masked=True)
             except Exception as error:  # a user's logits processor may raise anything; it concerns this row only
                 errors[row] = error
             except (SystemExit, CancelledError) as error:
                 errors[row] = RuntimeError(f"a logits processor raised {type(error).__name__}: {error}")
         return logits
+
+
+def apply_masks(logits: NDArray[np.float32], masks: NDArray[np.int32]) -> None:
+    """What `Sampler.mask` does."""
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    logits[bits == 0] = -np.inf
 
 
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
@@ -272,8 +277,10 @@ class LogitsRules:
         masks = params.allowed_token_ids is not None or params.bad_words or params.min_tokens or params.logit_bias
         return bool(penalties or masks or params.logits_processors)
 
-    def apply(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float32]:
-        """The logits [V] of the token at `position`, masked already, changed in place where possible."""
+    def apply(self, logits: NDArray[np.float32], position: int, *, masked: bool = False) -> NDArray[np.float32]:
+        """The logits [V] of the token at `position`, changed in place where possible; `masked`: `mask` is done."""
+        if self.mask is not None and not masked:
+            apply_masks(logits[None], self.mask[None])
         del self.output[position - len(self.prompt_token_ids) :]  # drawn before a preemption, now drawn again
         params = self.params
         for *prefix, last in self.bad_words:

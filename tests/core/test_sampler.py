@@ -332,10 +332,7 @@ def make_rules(
 def apply_after(rules: LogitsRules, output: Sequence[int], logits: Logits) -> Logits:
     """The logits of the token that follows `output`."""
     rules.output[:] = output
-    logits = logits.copy()
-    if rules.mask is not None:
-        Sampler().mask(logits[None], rules.mask[None])
-    return rules.apply(logits, len(rules.prompt_token_ids) + len(output))
+    return rules.apply(logits.copy(), len(rules.prompt_token_ids) + len(output))
 
 
 @settings(deadline=None)

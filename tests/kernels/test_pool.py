@@ -75,6 +75,7 @@ def _in_a_child(jobs: list[Job], results: multiprocessing.SimpleQueue[int]) -> N
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # that is what is tested
 def test_a_forked_child_has_threads_of_its_own(strained: cpu.CpuKernels, jobs: list[Job]) -> None:
     assert run(strained, jobs, 20, 0) == 0  # the parent's workers are there
     context = multiprocessing.get_context("fork")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Any
 from pagefleet.backend import Backend, BackendError, BackendInfo, DeviceInfo, Probe, Traits
 from pagefleet.hookspecs import hookimpl
 from pagefleet_cpu.config import CpuConfig, environment
-from pagefleet_cpu.evidence import best_isa, check_attention, describe_kernels, model_name, read_manifest, total_memory
+from pagefleet_cpu.evidence import (
+    best_isa,
+    check_ipex,
+    cpu_flags,
+    describe_kernels,
+    model_name,
+    read_manifest,
+    total_memory,
+)
 from pagefleet_cpu.threads import choose_num_threads
 from pagefleet_kernels import ISAS
 
@@ -34,7 +43,8 @@ def probe() -> Probe:
         config = environment()
         manifest = read_manifest(config)
         check_isa(config, manifest)
-        check_attention(config)
+        if config.attention == "ipex":
+            check_ipex(importlib.metadata.version("torch"))
     except BackendError as error:
         return Probe(False, str(error))
     threads = choose_num_threads(config)
@@ -50,8 +60,8 @@ def check_isa(config: CpuConfig, manifest: Mapping[str, Any] | None, cpuinfo: Pa
     """BackendError if PAGEFLEET_CPU_ISA names kernels that this processor or this build does not have."""
     if config.isa is None or manifest is None or config.attention == "ipex" or not cpuinfo.exists():
         return  # nothing asked for, no kernels to ask it of, or no way to know before they are loaded
-    built = manifest.get("units", ISAS)
-    runs = [isa for isa in ISAS if isa in built and best_isa((isa,), cpuinfo) == isa]
+    built, flags = manifest.get("units", ISAS), cpu_flags(cpuinfo)
+    runs = [isa for isa in ISAS if isa in built and best_isa((isa,), flags) == isa]
     if config.isa not in runs:
         lacking = "processor" if config.isa in built else "build of the kernels"
         raise BackendError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,12 @@ def read_manifest(config: CpuConfig) -> dict[str, Any] | None:
         return {}
 
 
-def check_attention(config: CpuConfig, torch_version: str | None = None) -> None:
-    """BackendError if PAGEFLEET_CPU_ATTENTION asks for what does not load in this torch (None: the one installed)."""
-    if config.attention != "ipex":
-        return
-    version = torch_version or importlib.metadata.version("torch")
-    if version.split(".")[:2] != IPEX_TORCH.split("."):
+def check_ipex(torch_version: str) -> None:
+    """BackendError if Intel's extension does not load in this torch."""
+    if torch_version.split(".")[:2] != IPEX_TORCH.split("."):
         raise BackendError(
-            f"PAGEFLEET_CPU_ATTENTION is 'ipex', but this is torch {version}: {IPEX} ended with 2.8 and loads in torch "
-            f"{IPEX_TORCH} only; {NOT_IPEX}"
+            f"PAGEFLEET_CPU_ATTENTION is 'ipex', but this is torch {torch_version}: {IPEX} ended with 2.8 and loads in "
+            f"torch {IPEX_TORCH} only; {NOT_IPEX}"
         )
 
 
@@ -60,7 +57,8 @@ def describe_kernels(config: CpuConfig, manifest: dict[str, Any] | None, cpuinfo
         return f"PAGEFLEET_CPU_LIBRARY is {config.library}, which is not there: {NO_KERNELS}"
     if manifest is None:
         return NO_KERNELS
-    built, possible = best_isa(manifest.get("units", ISAS), cpuinfo), best_isa(ISAS, cpuinfo)
+    flags = cpu_flags(cpuinfo)
+    built, possible = best_isa(manifest.get("units", ISAS), flags), best_isa(ISAS, flags)
     notes = [f"kernels {config.isa} (forced)" if config.isa else f"kernels {built}"]
     if built != possible and not config.isa:
         notes.append(
@@ -72,9 +70,13 @@ def describe_kernels(config: CpuConfig, manifest: dict[str, Any] | None, cpuinfo
     return ", ".join(notes)
 
 
-def best_isa(units: Any, cpuinfo: Path) -> str:
-    """The best unit that this processor runs, of those in the library."""
-    flags = set(_cpuinfo(cpuinfo, "flags").split())
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """What the processor has, in Linux's words."""
+    return set(_cpuinfo(cpuinfo, "flags").split())
+
+
+def best_isa(units: Collection[str], flags: set[str]) -> str:
+    """The best unit that a processor with these flags runs, of those in the library."""
     return next((isa for isa in reversed(NEEDS) if isa in units and NEEDS[isa] <= flags), "scalar")
 
 

@@ -20,8 +20,7 @@ from pagefleet.backend import BackendError, ForwardBatch, KVLayout
 from pagefleet.model import ModelSpec
 from pagefleet.torch_runner.ops import op
 from pagefleet.torch_runner.plan import BatchPlan, WritePlan, plan_writes
-from pagefleet_cpu.config import CpuConfig
-from pagefleet_cpu.evidence import IPEX, NOT_IPEX, check_attention
+from pagefleet_cpu.evidence import IPEX, NOT_IPEX, check_ipex
 from pagefleet_cpu.plain import PlainOps
 
 
@@ -42,7 +41,7 @@ def load_paged_attention(
     torch_version: str = torch.__version__, import_module: Callable[[str], Any] = importlib.import_module
 ) -> Any:
     """The extension's `PagedAttention`; BackendError where it cannot be had. Imported here and nowhere else."""
-    check_attention(CpuConfig(attention="ipex"), torch_version)
+    check_ipex(torch_version)
     try:
         return import_module(f"{IPEX}.llm.modules").PagedAttention
     except Exception as error:  # whatever an old package runs into: NameError, with transformers 5

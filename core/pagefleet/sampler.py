@@ -67,15 +67,16 @@ class Sampler:
         num_samples = len(batch.positions)
         rows, temperature = logits[:num_samples], batch.temperature
         uniforms = uniform(batch.seeds, batch.positions) if temperature.any() else np.zeros(num_samples)
-        errors: dict[int, Exception] = {}
         ruled = sorted(batch.rules, key=lambda row: batch.rules[row].mask is None)  # those with a mask first
         if ruled:
             temperature = temperature.copy()
             temperature[ruled] = 0  # drawn below; only whether they are finite is looked at here
         token_ids = self.draw(rows, temperature, batch.top_k, batch.top_p, batch.min_p, uniforms)
         finite = (token_ids >= 0) & np.isfinite(rows[np.arange(num_samples), token_ids])
-        for i in [] if finite.all() else np.flatnonzero(~finite).tolist():
-            errors[i] = ValueError("no token can be sampled: the model's logits are not finite")
+        errors: dict[int, Exception] = {
+            i: ValueError("no token can be sampled: the model's logits are not finite")
+            for i in np.flatnonzero(~finite).tolist()
+        }
         if ruled := [row for row in ruled if row not in errors]:
             changed = self._apply_rules(rows[ruled], ruled, batch, errors)
             cuts = batch.top_k[ruled], batch.top_p[ruled], batch.min_p[ruled]
@@ -85,8 +86,8 @@ class Sampler:
                     continue
                 if token_id < 0:
                     errors[row] = ValueError("no token can be sampled: the request's parameters leave none")
-                else:
-                    batch.rules[row].output.append(token_id)
+                    continue
+                batch.rules[row].output.append(token_id)
                 token_ids[row] = token_id
         token_ids[[*errors]] = 0  # the next step computes it before the request has ended: any token will do
         logprobs = {
@@ -102,7 +103,8 @@ class Sampler:
 
     def mask(self, logits: NDArray[np.float32], masks: NDArray[np.int32]) -> None:
         """Logits [N, V] of tokens whose bit in `masks` [N, ceil(V / 32)] is 0 (see `token_mask`) become -inf."""
-        apply_masks(logits, masks)
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        logits[bits == 0] = -np.inf
 
     def draw(
         self,
@@ -143,12 +145,6 @@ class Sampler:
             except (SystemExit, CancelledError) as error:
                 errors[row] = RuntimeError(f"a logits processor raised {type(error).__name__}: {error}")
         return logits
-
-
-def apply_masks(logits: NDArray[np.float32], masks: NDArray[np.int32]) -> None:
-    """What `Sampler.mask` does."""
-    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    logits[bits == 0] = -np.inf
 
 
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
@@ -280,7 +276,7 @@ class LogitsRules:
     def apply(self, logits: NDArray[np.float32], position: int, *, masked: bool = False) -> NDArray[np.float32]:
         """The logits [V] of the token at `position`, changed in place where possible; `masked`: `mask` is done."""
         if self.mask is not None and not masked:
-            apply_masks(logits[None], self.mask[None])
+            Sampler().mask(logits[None], self.mask[None])
         del self.output[position - len(self.prompt_token_ids) :]  # drawn before a preemption, now drawn again
         params = self.params
         for *prefix, last in self.bad_words:

@@ -224,7 +224,9 @@ class TextEngine:
     ) -> Request:
         stop_ids = tuple(dict.fromkeys([*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids]))
         room = self.max_model_len - len(token_ids)
-        rules = LogitsRules(params, token_ids, stop_ids, bad_words, self.spec.vocab_size)
+        rules = None
+        if LogitsRules.needed(params):
+            rules = LogitsRules(params, token_ids, stop_ids, bad_words, self.spec.vocab_size)
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -233,7 +235,7 @@ class TextEngine:
             seed=seed % 2**64,
             stop_ids=stop_ids,
             length_limit=len(token_ids) + min(room, params.max_tokens or room),
-            rules=rules if LogitsRules.needed(params) else None,
+            rules=rules,
         )
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

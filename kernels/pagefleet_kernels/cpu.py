@@ -117,21 +117,21 @@ class _WeightMemory:
     def take(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], aligned to 64 bytes. Any thread may ask."""
         with self._turn:
-            return self._take(num_bytes)
+            piece, start = self._piece(), -(-self._used // self.ALIGN) * self.ALIGN
+            if piece is None or start + num_bytes > len(piece):
+                piece = self._new_piece(max(num_bytes, self.PIECE) + self.HUGE_PAGE)
+                self._piece = weakref.ref(piece)
+                start = -torch.frombuffer(piece, dtype=torch.uint8).data_ptr() % self.HUGE_PAGE
+            self._used = start + num_bytes
+            return torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes, offset=start)
 
-    def _take(self, num_bytes: int) -> Tensor:
-        piece, start = self._piece(), -(-self._used // self.ALIGN) * self.ALIGN
-        if piece is None or start + num_bytes > len(piece):
-            size = max(num_bytes, self.PIECE) + self.HUGE_PAGE
-            piece = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones have small pages
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with suppress(OSError):  # a kernel without them
-                    piece.madvise(mmap.MADV_HUGEPAGE)
-            self._piece = weakref.ref(piece)
-            address = torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
-            start = -address % self.HUGE_PAGE
-        self._used = start + num_bytes
-        return torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes, offset=start)
+    @staticmethod
+    def _new_piece(size: int) -> mmap.mmap:
+        piece = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones have small pages
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                piece.madvise(mmap.MADV_HUGEPAGE)
+        return piece
 
 
 class CpuKernels:

@@ -18,10 +18,9 @@ if library is not None:
 
 @pytest.fixture
 def lib() -> cpu.CpuKernels:
-    try:
-        return cpu.load()
-    except cpu.KernelError as error:
-        pytest.skip(str(error))
+    if not cpu.LIBRARY.is_file():  # one that is there and does not load is a failure
+        pytest.skip("the CPU kernels are not built here: python build_scripts/cpu.py")
+    return cpu.load()
 
 
 @pytest.fixture(params=ISAS)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from random_tensors import normal
 from torch import Tensor
 
 from pagefleet_kernels import cpu
@@ -56,10 +57,6 @@ class Case:
     @property
     def scale(self) -> float:
         return 1.5 / math.sqrt(self.head_dim)
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def stored(x: Tensor, kv_dtype: torch.dtype) -> tuple[Tensor, NDArray[np.float64]]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_tensors import host, normal
 from torch import Tensor
 
 from pagefleet.backend import ForwardBatch, HostTensor, KVLayout
@@ -45,16 +46,11 @@ MODEL = ModelSpec(
 )
 
 
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def make_layer(ops: Ops, seed: int, dtype: torch.dtype, extras: bool, window: int | None, mixed: bool) -> Layer:
     def matrix(outputs: int, inputs: int, at: int, *, split: bool = False) -> Any:
-        values = (normal(outputs, inputs, seed=100 * seed + at) / inputs**0.5).to(dtype).contiguous()
-        name = str(dtype).removeprefix("torch.")
+        values = (normal(outputs, inputs, seed=100 * seed + at) / inputs**0.5).to(dtype)
         parts = values.chunk(2) if split else (values,)
-        hosts = [HostTensor("w", name, tuple(p.shape), p.view(torch.uint8).reshape(-1).numpy()) for p in parts]
+        hosts = [host(part) for part in parts]
         if split:  # the second half as int8, a format of its own
             scales, values = torch.full((len(parts[1]), 1), 0.01), (parts[1] * 100).to(torch.int8)
             rows = torch.cat([scales.view(torch.uint8), values.view(torch.uint8)], 1)

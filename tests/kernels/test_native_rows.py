@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from random_tensors import normal
 from torch import Tensor
 
 from pagefleet_kernels import cpu
@@ -17,10 +18,6 @@ DTYPES = (F32, BF16, F16)
 TOLERANCE = {F32: 2e-6, BF16: 4e-3, F16: 5e-4}  # relative: half a unit of the last place, and a little of float32's
 CANARY = 77.0
 pytestmark = pytest.mark.usefixtures("isa")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def double(x: Tensor) -> NDArray[np.float64]:

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from random_tensors import host, normal
 from torch import Tensor
 
-from pagefleet.backend import ForwardBatch, HostTensor, KVLayout
+from pagefleet.backend import ForwardBatch, KVLayout
 from pagefleet.model import ModelSpec
 from pagefleet.rope import RopeSpec
 from pagefleet.torch_runner.layer import Norms, Weight
@@ -47,16 +48,6 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "cpu" and not kernels.LIBRARY.is_file():
         pytest.skip("the CPU kernels are not built here: python build_scripts/cpu.py")
     return IMPLEMENTATIONS[request.param]()
-
-
-def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def host(tensor: Tensor) -> HostTensor:
-    name = str(tensor.dtype).removeprefix("torch.")
-    data = tensor.contiguous().view(torch.uint8).reshape(-1).numpy()
-    return HostTensor("w", name, tuple(tensor.shape), data)
 
 
 def pack(ops: Ops, *parts: Tensor) -> Weight:

@@ -53,8 +53,7 @@ class Report:
     wanted: str
     target: tuple[BackendInfo, int]
     partial: bool = False
-    outcomes: dict[str, str] = field(default_factory=dict)  # test -> passed, skipped or failed
-    level_of: dict[str, str] = field(default_factory=dict)
+    outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)  # test -> its level; passed, skipped or failed
     seconds: dict[str, float] = field(default_factory=dict)  # of a level
     skipped: Counter[str] = field(default_factory=Counter)  # reason -> tests
     failed: dict[str, str] = field(default_factory=dict)  # test -> the first line of its error
@@ -62,26 +61,25 @@ class Report:
     def add(self, level: str, outcome: pytest.TestReport) -> None:
         """Take in one phase (setup, call, teardown) of a test."""
         test = outcome.nodeid
-        self.level_of[test] = level
         self.seconds[level] = self.seconds.get(level, 0.0) + outcome.duration
         if outcome.failed:
-            self.outcomes[test] = "failed"
+            self.outcomes[test] = level, "failed"
             self.failed[test] = _first_line(outcome)
         elif outcome.skipped:
-            self.outcomes[test] = "skipped"
+            self.outcomes[test] = level, "skipped"
             self.skipped[_reason(outcome)] += 1
         else:
-            self.outcomes.setdefault(test, "passed")
+            self.outcomes.setdefault(test, (level, "passed"))
 
     @property
     def levels(self) -> dict[str, Tally]:
         """Of every level that had a test."""
-        counts = Counter((self.level_of[test], outcome) for test, outcome in self.outcomes.items())
+        counts = Counter(self.outcomes.values())
         return {
             level: Tally(
                 counts[level, "passed"], counts[level, "failed"], counts[level, "skipped"], self.seconds[level]
             )
-            for level in sorted(set(self.level_of.values()))
+            for level in sorted(self.seconds)
         }
 
     @property
@@ -120,7 +118,7 @@ class Report:
             },
             "skipped": dict(self.skipped),
             "failed": [
-                {"test": test, "level": self.level_of[test], "message": message}
+                {"test": test, "level": self.outcomes[test][0], "message": message}
                 for test, message in self.failed.items()
             ],
         }

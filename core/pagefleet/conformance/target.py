@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 TARGET = pytest.StashKey["tuple[BackendInfo, int]"]()
 
 
+def select_target(name: str | None) -> tuple[BackendInfo, int]:
+    """The backend and device index of NAME or NAME:INDEX, None: as the environment says; BackendError if unusable."""
+    surroundings = environment()
+    return Plugins(surroundings.plugins).select(name or surroundings.target_device)
+
+
 def find_target(config: pytest.Config) -> tuple[BackendInfo, int]:
-    """The backend and device index that the command names."""
+    """The one that the command names."""
     if TARGET not in config.stash:
-        surroundings = environment()
-        name = config.getoption("--target-device") or surroundings.target_device
         try:
-            config.stash[TARGET] = Plugins(surroundings.plugins).select(name)
+            config.stash[TARGET] = select_target(config.getoption("--target-device"))
         except BackendError as error:
             raise pytest.UsageError(str(error)) from error
     return config.stash[TARGET]

@@ -265,10 +265,10 @@ AttentionArgs attention_args(const Cache& cache, int64_t tokens, int64_t heads, 
 }
 
 // Tokens in no row, the padding, get zeros.
-void attend(const AttentionArgs& args, int64_t tokens, int64_t rows, const AttentionPlan& plan) {
+void attend(const Kernels& kernels, const AttentionArgs& args, int64_t tokens, int64_t rows, const AttentionPlan& plan) {
   const int64_t row_size = args.heads * args.head_dim * size_of(args.dtype), used = args.query_starts[rows];
   std::memset(static_cast<uint8_t*>(args.out) + used * row_size, 0, (tokens - used) * row_size);
-  run_attention(choose_kernels(), args, plan);
+  run_attention(kernels, args, plan);
 }
 
 void attention(Tensor out, const Tensor q, const Tensor cache, const Tensor block_tables, const Tensor query_starts,
@@ -284,7 +284,7 @@ void attention(Tensor out, const Tensor q, const Tensor cache, const Tensor bloc
   args.q = q.const_data_ptr();
   args.dtype = float_type(q, "q");
   args.out = out.mutable_data_ptr();
-  attend(args, q.size(0), seq_lens.numel(), plan_attention(args, seq_lens.numel()));
+  attend(choose_kernels(), args, q.size(0), seq_lens.numel(), plan_attention(args, seq_lens.numel()));
 }
 
 void gate(Tensor out, const Tensor x, int64_t activation) {
@@ -336,15 +336,15 @@ void mask(Tensor logits, const Tensor masks) {
   run_mask(choose_kernels(), {static_cast<float*>(logits.mutable_data_ptr()), rows.stride, vocab, bits}, rows.rows);
 }
 
-// A matrix of every layer, and a vector [layers, size] of float32 or null.
-struct Matrices {
-  std::vector<Weight> of;
+// A matrix of every layer; `formats` has four a layer, of which it is number `which`.
+std::vector<Weight> matrices(const std::vector<Tensor>& weights, const std::vector<int64_t>& formats, size_t which,
+                             int64_t n, int64_t k) {
+  std::vector<Weight> result;
+  for (size_t i = 0; i < weights.size(); ++i) result.push_back(packed(weights[i], formats[4 * i + which], n, k));
+  return result;
+}
 
-  Matrices(const std::vector<Tensor>& weights, const std::vector<int64_t>& formats, size_t which, int64_t n, int64_t k) {
-    for (size_t i = 0; i < weights.size(); ++i) of.push_back(packed(weights[i], formats[4 * i + which], n, k));
-  }
-};
-
+// A vector of every layer: [layers, size] of float32, or null.
 struct Vectors {
   const float* first;
   int64_t size;
@@ -378,9 +378,9 @@ void layers(Tensor residual, Tensor x, bool has_x, const Tensor attn_norm, const
   check_dense(residual, "residual");
   check_dense(x, "x");
   STD_TORCH_CHECK(delta.rows == tokens && delta.dtype == sum.dtype, "x must match residual");
-  const Matrices qkv_weights(qkv, formats, 0, qkv_size, hidden), o_weights(o, formats, 1, hidden, q_size);
-  const Matrices gate_up_weights(gate_up, formats, 2, 2 * intermediate, hidden);
-  const Matrices down_weights(down, formats, 3, hidden, intermediate);
+  const auto qkv_weights = matrices(qkv, formats, 0, qkv_size, hidden), o_weights = matrices(o, formats, 1, hidden, q_size);
+  const auto gate_up_weights = matrices(gate_up, formats, 2, 2 * intermediate, hidden);
+  const auto down_weights = matrices(down, formats, 3, hidden, intermediate);
   const Vectors attn_norms(attn_norm, "attn_norm", count, hidden), mlp_norms(mlp_norm, "mlp_norm", count, hidden);
   const Vectors q_norms(q_norm, "q_norm", count, head_dim), k_norms(k_norm, "k_norm", count, head_dim);
   const Vectors qkv_biases(qkv_bias, "qkv_bias", count, qkv_size), o_biases(o_bias, "o_bias", count, hidden);
@@ -420,7 +420,7 @@ void layers(Tensor residual, Tensor x, bool has_x, const Tensor attn_norm, const
       Arena arena;
       const Rows normed = fresh(arena, hidden), projected = fresh(arena, qkv_size), q = fresh(arena, q_size);
       add_and_norm(has_x || i, attn_norms[i], normed);
-      run_linear(kernels, normed, qkv_weights.of[i], qkv_biases[i], Activation::none, projected, arena);
+      run_linear(kernels, normed, qkv_weights[i], qkv_biases[i], Activation::none, projected, arena);
       rope.qkv = projected.data;
       rope.q = q.data;
       rope.q_norm = q_norms[i], rope.k_norm = k_norms[i];
@@ -430,15 +430,15 @@ void layers(Tensor residual, Tensor x, bool has_x, const Tensor attn_norm, const
       attention.out = projected.data;  // its queries, keys and values have been taken
       attention.keys = rope.keys, attention.values = rope.values;
       attention.window = windows[i];
-      attend(attention, tokens, rows, plan_of(windows[i]));
+      attend(kernels, attention, tokens, rows, plan_of(windows[i]));
       const Rows attended{projected.data, sum.dtype, tokens, q_size};
-      run_linear(kernels, attended, o_weights.of[i], o_biases[i], Activation::none, delta, arena);
+      run_linear(kernels, attended, o_weights[i], o_biases[i], Activation::none, delta, arena);
     }
     Arena arena;
     const Rows normed = fresh(arena, hidden), gated = fresh(arena, intermediate);
     add_and_norm(true, mlp_norms[i], normed);
-    run_linear(kernels, normed, gate_up_weights.of[i], gate_up_biases[i], Activation(activation), gated, arena);
-    run_linear(kernels, gated, down_weights.of[i], down_biases[i], Activation::none, delta, arena);
+    run_linear(kernels, normed, gate_up_weights[i], gate_up_biases[i], Activation(activation), gated, arena);
+    run_linear(kernels, gated, down_weights[i], down_biases[i], Activation::none, delta, arena);
   }
 }
 

@@ -15,7 +15,7 @@ constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
 // A draw's memory: values, the tokens they belong to, and what is left of the values in a search.
 static int64_t sample_scratch(int64_t vocab) { return 3 * (vocab + kWeights) * int64_t(sizeof(float)); }
 
-// Candidates of a draw: values, and the tokens they belong to (null: all, in order). Zeros up to a whole group follow.
+// Candidates of a draw: values, and the tokens they belong to. Zeros up to a whole group follow.
 struct Candidates {
   float* values;
   int32_t* ids;
@@ -29,6 +29,13 @@ PF_INLINE uint32_t sortable(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+PF_INLINE float value_of(uint32_t key) {  // the float that is so large a key
+  const uint32_t bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
 }
 
 // The best of a ranking, down to a value: everything above it, and the first `ties` of those equal to it.
@@ -77,16 +84,6 @@ static Cut find_cut(const float* values, int64_t count, double goal, float* rest
     if (ties > counts[digit]) ties = counts[digit];
     return {prefix, ties < 1 ? 1 : ties};
   }
-}
-
-PF_INLINE bool any(vi mask) {
-#if defined(__AVX512F__)
-  return _mm512_movepi32_mask((__m512i)mask) != 0;
-#elif defined(__AVX2__)
-  return _mm256_movemask_ps((__m256)mask) != 0;
-#else
-  return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
-#endif
 }
 
 PF_INLINE void pad_group(Candidates& some) {
@@ -158,11 +155,7 @@ static float bound_of_top(const float* logits, int64_t n, int64_t k, float* high
   const int64_t groups = n / kWeights;
   if (k > groups) return -__builtin_inff();
   for (int64_t group = 0; group < groups; ++group) highest[group] = highest_of(logits + group * kWeights, kWeights);
-  const uint32_t key = find_cut<false>(highest, groups, double(k), highest).key;
-  const uint32_t bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
-  float bound;
-  std::memcpy(&bound, &bits, 4);
-  return bound;
+  return value_of(find_cut<false>(highest, groups, double(k), highest).key);
 }
 
 PF_INLINE double group_sum(const float* values) {  // in double: a sum rounded up would end beyond the last weight

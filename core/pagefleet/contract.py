@@ -108,9 +108,10 @@ def _describe_type(value: type) -> Description:
             if not has_default:
                 required.append(field.name)
         return {"kind": "record", "members": members | _methods(value), "required": required}
-    required = sorted(getattr(value, "__abstractmethods__", ()))
+    methods = _methods(value)
+    required = sorted(methods if getattr(value, "_is_protocol", False) else getattr(value, "__abstractmethods__", ()))
     attributes = {name: str(kind) for name, kind in vars(value).get("__annotations__", {}).items()}
-    return {"kind": "class", "members": attributes | _methods(value), "required": required}
+    return {"kind": "class", "members": attributes | methods, "required": required}
 
 
 def _methods(value: type) -> dict[str, str]:

@@ -97,6 +97,15 @@ def test_a_member_that_must_now_be_supplied() -> None:
     ]
 
 
+def test_a_protocol_has_no_defaults() -> None:
+    old, new = contract.describe(), edited(PendingTokens__cancel=("(self) -> None", False))
+    assert old["types"]["PendingTokens"]["required"] == ["result"]
+    new["types"]["PendingTokens"]["required"].append("cancel")
+    assert [str(change) for change in contract.diff(old, new)] == [
+        "BREAKING    PendingTokens.cancel is new: (self) -> None"
+    ]
+
+
 # -- the command ---------------------------------------------------------------------------------------
 
 

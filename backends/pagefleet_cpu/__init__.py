@@ -10,6 +10,7 @@ from typing import Any
 
 from pagefleet.backend import Backend, BackendError, BackendInfo, DeviceInfo, Probe, Traits
 from pagefleet.hookspecs import hookimpl
+from pagefleet.model import FEATURES
 from pagefleet_cpu.config import CpuConfig, environment
 from pagefleet_cpu.evidence import (
     best_isa,
@@ -31,9 +32,15 @@ TRAITS = Traits(  # with the compiled kernels
     batch_invariant=DTYPES,
     weight_formats=("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "int8"),
     kv_dtypes=(*DTYPES, "int8"),
+    model_features=FEATURES,
 )
 PLAIN_TRAITS = Traits(  # without them
-    dtypes=DTYPES, copies_blocks=True, exchanges_blocks=True, batch_invariant=DTYPES, token_multiple=8
+    dtypes=DTYPES,
+    copies_blocks=True,
+    exchanges_blocks=True,
+    batch_invariant=DTYPES,
+    token_multiple=8,
+    model_features=FEATURES,
 )
 
 
@@ -89,7 +96,7 @@ def traits() -> Traits:
     except BackendError:  # the probe says it
         return PLAIN_TRAITS
     if config.attention == "ipex":
-        return replace(PLAIN_TRAITS, batch_invariant=())
+        return replace(PLAIN_TRAITS, batch_invariant=(), model_features=())
     manifest = read_manifest(config)
     if manifest is None:
         return PLAIN_TRAITS

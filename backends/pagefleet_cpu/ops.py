@@ -37,6 +37,8 @@ class CpuPlan(BatchPlan):
     query_starts: Tensor  # [R + 1]
     seq_lens: Tensor  # [R]
     head_dim: int
+    soft_cap: float  # 0: none
+    alibi_slopes: Tensor | None  # float32 [H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,9 @@ class CpuOps(Ops):
 
     def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
         arrays = (batch.slots, batch.block_tables, batch.query_starts, batch.seq_lens)
-        return CpuPlan(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays), layout.head_dim)
+        tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+        slopes = None if model.alibi_slopes is None else torch.tensor(model.alibi_slopes)
+        return CpuPlan(*tensors, layout.head_dim, model.attention_soft_cap or 0.0, slopes)
 
     @op
     def embed(self, tokens: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -130,7 +134,10 @@ class CpuOps(Ops):
     def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
         own = cast("CpuPlan", plan)
         return self.kernels.attention(
-            q, cache, own.block_tables, own.query_starts, own.seq_lens, own.head_dim, scale, window=window
+            *(q, cache, own.block_tables, own.query_starts, own.seq_lens, own.head_dim, scale),
+            window=window,
+            soft_cap=own.soft_cap,
+            alibi_slopes=own.alibi_slopes,
         )
 
     @op
@@ -181,9 +188,12 @@ def _runs(layers: Sequence[Layer], model: ModelSpec) -> list[tuple[slice, LayerS
 
 
 def _kind(layer: Layer, model: ModelSpec) -> tuple[object, ...] | None:
-    """What layers of one call have in common; None: a weight is not of whole panels, or of several formats."""
+    """What layers of one call have in common; None: a weight is not of whole panels, or of several formats, or
+    attention is more than the kernel of all layers has."""
     matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
     if not all(isinstance(matrix, PackedWeight) for matrix in matrices) or layer.down.shape[1] % PANEL:
+        return None
+    if model.features:
         return None
     if layer.qk_norms is not None and layer.qk_norms.eps != model.norm_eps:
         return None

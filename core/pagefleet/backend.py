@@ -32,6 +32,7 @@ __all__ = [
     "HostTensor",
     "KVLayout",
     "ModelSpec",
+    "Observe",
     "PendingTokens",
     "Probe",
     "ReadyTokens",
@@ -43,7 +44,7 @@ __all__ = [
     "WeightSource",
 ]
 
-CONTRACT_VERSION = "1.1"
+CONTRACT_VERSION = "1.2"
 """Semantic version of this module: a plugin states the range it supports, see `BackendInfo.contract`."""
 
 
@@ -86,6 +87,7 @@ class Traits:
     token_multiple: int = 1  # forward() is handed T and L padded to a multiple of this
     weight_formats: tuple[str, ...] = ()  # quantised formats of `HostTensor` that it multiplies in their own bits
     kv_dtypes: tuple[str, ...] = ()  # what `KVLayout.dtype` may be instead of the dtype of load()
+    model_features: tuple[str, ...] = ()  # of `pagefleet.model.FEATURES`; a model that has others is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,10 @@ class ReadyTokens:
         return self.tokens
 
 
+Observe = Callable[[str, "NDArray[np.float32]"], None]
+"""What `Backend.trace` tells its values to: a name and float32 [T, n]."""
+
+
 # -- the backend ---------------------------------------------------------------------------------------
 
 
@@ -283,6 +289,16 @@ class Backend(ABC):
     def import_blocks(self, blocks: NDArray[np.int32], data: NDArray[Any]) -> None:
         """Overwrite the blocks with `data`, in the exchange form of `KVLayout`."""
         raise BackendError(f"{type(self).__name__} does not exchange KV blocks (Traits.exchanges_blocks is False)")
+
+    def trace(self, batch: ForwardBatch, observe: Observe) -> Logits:
+        """`forward`, telling `observe` on the way what it computes: so that one can see where two backends part.
+
+        Names, in this order, as many of them as the backend can: `embed`; for each layer `layers.{i}.` + `attn_norm`,
+        `q` (as it attends), `k`, `v` (as they lie in the cache, read back from the tokens' slots; 0 where a token has
+        none), `attention`, `o`, `mlp_norm`, `gated` (activation(gate) * up), `down`; `norm`.
+        Values are of the op alone: without the residual. A name may be told of by one backend and not by another.
+        """
+        return self.forward(batch)
 
     def warm_up(self) -> None:
         """Anything worth doing before the first request; the KV cache holds nothing yet."""

@@ -71,6 +71,7 @@ def _start(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend, name: str, evidence: str
 ) -> TextEngine:
     dtype = _choose_dtype(config, checkpoint, backend.traits, name)
+    _check_features(checkpoint.spec, backend.traits, name)
     block = _one_block(config, checkpoint.spec, backend.traits, dtype)
     spec = _fit_length(config, checkpoint.spec, block)
     backend.load(spec, _choose_form(config, checkpoint), dtype)
@@ -132,6 +133,16 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, traits: Traits, 
             f"backend {name!r} is batch-invariant in {able}, not in {dtype}: numerics='strict' is refused"
         )
     return dtype
+
+
+def _check_features(spec: ModelSpec, traits: Traits, name: str) -> None:
+    lacking = [feature for feature in spec.features if feature not in traits.model_features]
+    if lacking:
+        able = ", ".join(traits.model_features) or "none of them"
+        raise BackendError(
+            f"{spec.model_type} needs {', '.join(lacking)}, which backend {name!r} does not have (of such features it "
+            f"has: {able}): choose another device"
+        )
 
 
 def _choose_form(config: EngineConfig, checkpoint: Checkpoint) -> WeightSource:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from pagefleet.rope import RopeSpec
 
-if TYPE_CHECKING:
-    pass
+FEATURES = ("alibi", "soft_cap")
+"""What a model may ask beyond the plain decoder; a backend names those it has in `Traits.model_features`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,8 @@ class ModelSpec:
     A norm is RMSNorm: x / sqrt(mean(x^2) + norm_eps) * weight. Queries and keys have theirs before RoPE, per head.
     RoPE turns the pair of dimensions i and i + rotary_dim / 2 and leaves those from rotary_dim on:
     `rope.table(max_position_embeddings)` is cos and sin, float32 [positions, rotary_dim / 2], scaled as the model
-    wants them. The MLP is down(activation(gate(x)) * up(x)).
+    wants them. The MLP is down(activation(gate(x)) * up(x)). A score of attention is attention_scale * q k; then, where
+    the model has them, cap * tanh(score / cap) and - slope * (positions between query and key), in this order.
 
     `tensors` names every parameter in the engine's own terms. A matrix is [out, in]. Biases, q_norm, k_norm and the
     head are absent where a family has none, and the step that would use them is left out; the others are always there:
@@ -57,6 +57,14 @@ class ModelSpec:
     tensors: Mapping[str, TensorSpec] = field(repr=False)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    attention_soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None  # [num_heads]
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Those of `FEATURES` that the model has: it runs only where `Traits.model_features` names them all."""
+        has = {"alibi": self.alibi_slopes is not None, "soft_cap": self.attention_soft_cap is not None}
+        return tuple(name for name in FEATURES if has[name])
 
     @property
     def num_parameters(self) -> int:

@@ -44,6 +44,14 @@ def test_what_came_with_1_1() -> None:
     }  # fmt: skip
 
 
+def test_what_came_with_1_2() -> None:
+    changes = contract.diff(contract.load("1.1"), contract.load("1.2"))
+    assert {change.text.split(" is ")[0] for change in changes} == {
+        "Backend.trace", "ModelSpec.alibi_slopes", "ModelSpec.attention_soft_cap", "ModelSpec.features",
+        "Traits.model_features",
+    }  # fmt: skip
+
+
 def edited(**changes: Any) -> contract.Description:
     """The contract with members of types replaced: name__member="text", None: gone; required=[type__member, ...]."""
     found = copy.deepcopy(contract.describe())
@@ -130,7 +138,7 @@ def test_a_file_that_is_no_description_is_refused_in_words(tmp_path: Path, text:
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match="is no description of a contract"):
         contract.load(str(path))
-    with pytest.raises(ValueError, match=r"neither a contract version \(1.0, 1.1\) nor a file"):
+    with pytest.raises(ValueError, match=r"neither a contract version \(1.0, 1.1, 1.2\) nor a file"):
         contract.load("0.7")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -157,6 +158,27 @@ def test_a_broken_tokenizer_is_reported_before_the_device_is_touched(
     with pytest.raises(TokenizerError, match="broken"):
         load()
     assert recorder.calls == []
+
+
+def test_a_model_that_needs_more_than_the_device_has_is_refused_before_the_weights_are_read(
+    recorder: Recorder, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loading.open_checkpoint
+
+    def with_alibi(*args: Any, **kwargs: Any) -> Any:
+        checkpoint = real(*args, **kwargs)
+        checkpoint.spec = replace(checkpoint.spec, alibi_slopes=(0.5, 0.25), attention_soft_cap=30.0)
+        return checkpoint
+
+    monkeypatch.setattr(loading, "open_checkpoint", with_alibi)
+    recorder.traits = replace(recorder.traits, model_features=("soft_cap",))
+    with pytest.raises(
+        BackendError, match=r"llama needs alibi, which backend 'recorder' does not have .*has: soft_cap"
+    ):
+        load()
+    assert recorder.calls == ["close"]
+    recorder.traits = replace(recorder.traits, model_features=("soft_cap", "alibi"))
+    load(max_num_seqs=1)
 
 
 @pytest.mark.parametrize("step", ["load", "kv_budget", "allocate_kv", "warm_up"])

@@ -41,6 +41,11 @@ def cases() -> tuple[Case, ...]:
         Case("qk-norm-128", model_spec(num_heads=4, head_dim=128, qk_norm=True, activation="gelu")),
         Case("partial-rope", model_spec(rotary_dim=24, activation="gelu_tanh", attention_scale=0.2)),
         Case("scaled-rope", model_spec(scaling={**llama3, "original_max_position_embeddings": 32})),
+        Case("soft-cap", model_spec(num_heads=4, soft_cap=1.5, windows=(None, 5))),
+        Case("alibi", model_spec(num_heads=4, alibi_slopes=(0.25, 0.0625, 0.5, 1.0), windows=(None, 5))),
+        Case(
+            "alibi-soft-cap", model_spec(num_heads=4, num_kv_heads=4, soft_cap=2.0, alibi_slopes=(1.0, 0.5, 0.1, 0.0))
+        ),
     )
 
 
@@ -64,6 +69,8 @@ def model_spec(
     attention_scale: float | None = None,
     norm_eps: float = 1e-5,
     scaling: Mapping[str, Any] | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: tuple[float, ...] | None = None,
 ) -> ModelSpec:
     """A decoder of hidden size 64 with the given oddities; every layer counts in `windows`."""
     sizes = _matrix_sizes(num_heads * head_dim, num_kv_heads * head_dim)
@@ -92,6 +99,8 @@ def model_spec(
         attention_scale=head_dim**-0.5 if attention_scale is None else attention_scale,
         windows=windows,
         tensors={name: TensorSpec(name, shape) for name, shape in shapes.items()},
+        attention_soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
     )
 
 

@@ -63,6 +63,9 @@ def make_driver(make_backend: MakeBackend, traits: Traits) -> MakeDriver:
 
     def make(case: Case | str = "plain", *, dtype: str | None = None, block_size: int | None = None) -> Driver:
         chosen = case_named(case) if isinstance(case, str) else case
+        lacking = [feature for feature in chosen.model.features if feature not in traits.model_features]
+        if lacking:
+            pytest.skip(f"Traits.model_features does not name {' and '.join(lacking)}")
         dtype = dtype or min(traits.dtypes, key=tolerance)
         block_size = block_size or min(traits.block_sizes or (4,))
         driver = Driver(make_backend(), chosen, dtype, block_size, num_blocks=16 + 64 // block_size)

@@ -122,7 +122,12 @@ class DenseDecoder:
         for head in range(num_heads):
             kv_head = head // (num_heads // self.model.num_kv_heads)
             scores = queries[head] @ keys[kv_head].T * self.model.attention_scale
-            shares = np.exp(scores - scores.max(axis=1, keepdims=True)) * seen
+            if (cap := self.model.attention_soft_cap) is not None:
+                scores = cap * np.tanh(scores / cap)
+            if self.model.alibi_slopes is not None:  # Press et al. 2022, arXiv:2108.12409
+                scores = scores - self.model.alibi_slopes[head] * (np.arange(length)[:, None] - np.arange(length))
+            scores = np.where(seen, scores, -np.inf)
+            shares = np.exp(scores - scores.max(axis=1, keepdims=True))
             mixed.append(shares @ values[kv_head] / shares.sum(axis=1, keepdims=True))
         return np.concatenate(mixed, axis=1)
 

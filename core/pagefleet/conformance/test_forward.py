@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -135,6 +136,33 @@ def test_logit_rows(logit_rows: list[int], make_driver: MakeDriver) -> None:
     driver.compare(got[: len(logit_rows)], want, "logits")
     driver.advance(work)
     driver.finish(prompts, chunk=1)
+
+
+@every_case
+def test_a_trace_is_the_step_itself(case: Case, make_driver: MakeDriver) -> None:
+    """What it tells, under which names and in which order; a backend may tell of nothing."""
+    driver = make_driver(case)
+    size = driver.layout.block_size
+    prompts = [driver.prompt(size + 3), driver.prompt(4)]
+    work = [(prompt, prompt.pending) for prompt in prompts]
+    batch = driver.batch(work, padding=3)
+    told: dict[str, np.ndarray] = {}
+    logits = driver.backend.trace(batch, lambda name, value: told.update({name: np.array(value)}))
+    driver.compare(driver.backend.to_host(logits)[: sum(n for _, n in work)], driver.expected(work), "logits")
+    known = _trace_names(case.model.num_layers)
+    assert list(told) == [name for name in known if name in told], "names, or their order"
+    assert all(value.ndim == 2 and len(value) == batch.num_tokens for value in told.values())
+    for layer, kind in itertools.product(range(case.model.num_layers), "kv"):
+        if (name := f"layers.{layer}.{kind}") in told:
+            runs = [driver.run_of(prompt) for prompt in prompts]
+            want = np.concatenate([(run.keys if kind == "k" else run.values)[layer] for run in runs])
+            driver.compare(told[name][: len(want)].reshape(want.shape), want, name)
+
+
+def _trace_names(num_layers: int) -> list[str]:
+    """Those of `Backend.trace`."""
+    steps = ("attn_norm", "q", "k", "v", "attention", "o", "mlp_norm", "gated", "down")
+    return ["embed", *(f"layers.{layer}.{step}" for layer in range(num_layers) for step in steps), "norm"]
 
 
 @pytest.mark.conformance_level("L5")

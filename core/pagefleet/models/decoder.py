@@ -72,7 +72,7 @@ def decoder_spec(
     rope = rope_from_config(config, head_dim)
     if rope.rotary_dim != head_dim:
         raise ValueError(f"RoPE on {rope.rotary_dim} of {head_dim} dimensions is not part of this architecture")
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": positive_int(config, "vocab_size"),
         "hidden_size": hidden_size,
         "intermediate_size": positive_int(config, "intermediate_size"),

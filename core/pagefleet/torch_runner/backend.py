@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagefleet.backend import Backend, BackendError, ForwardBatch, KVLayout, Traits, WeightSource
+from pagefleet.backend import Backend, BackendError, ForwardBatch, KVLayout, Observe, Traits, WeightSource
 from pagefleet.model import ModelSpec
 from pagefleet.torch_runner.decoder import Decoder
 from pagefleet.torch_runner.ops import Ops
 from pagefleet.torch_runner.parameters import ParameterLoader
 from pagefleet.torch_runner.plan import to_device
+from pagefleet.torch_runner.tracing import TracedOps
 
 
 class TorchBackend(Backend):
@@ -45,11 +46,20 @@ class TorchBackend(Backend):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        plan = self.ops.plan(batch, self._decoder.model, self._layout, self.device)
+        return self._run(batch, self._decoder)
+
+    @torch.inference_mode()
+    def trace(self, batch: ForwardBatch, observe: Observe) -> Tensor:
+        decoder = self._decoder
+        traced = TracedOps(self.ops, observe, decoder.model, batch, self._layout)
+        return self._run(batch, Decoder(decoder.model, decoder.parameters, traced))
+
+    def _run(self, batch: ForwardBatch, decoder: Decoder) -> Tensor:
+        plan = decoder.ops.plan(batch, decoder.model, self._layout, self.device)
         tokens, positions, logit_rows = (
             to_device(array, self.device) for array in (batch.token_ids, batch.positions, batch.logit_rows)
         )
-        return self._decoder.forward(tokens, positions, logit_rows, plan, self._kv)
+        return decoder.forward(tokens, positions, logit_rows, plan, self._kv)
 
     def to_host(self, logits: Tensor) -> NDArray[np.float32]:
         return np.asarray(logits.cpu().numpy(), np.float32)

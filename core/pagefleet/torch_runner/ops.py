@@ -146,7 +146,7 @@ class ReferenceOps(Ops):
 
     def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
         tiles = plan_tiles(batch, model, layout, device, self.tile_bytes)
-        return TilePlan(*plan_writes(batch, layout, device), tiles)
+        return TilePlan(*plan_writes(batch, layout, device), tiles, model.attention_soft_cap)
 
     def pack(self, parts: Sequence[HostTensor], dtype: torch.dtype, device: torch.device) -> Weight:
         return dense(parts, dtype, device)
@@ -192,9 +192,11 @@ class ReferenceOps(Ops):
     @op
     def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        for tile in cast("TilePlan", plan).tiles:
+        own = cast("TilePlan", plan)
+        for tile in own.tiles:
             queries = q.index_select(0, tile.tokens)
-            out.index_copy_(0, tile.tokens, _attend(queries, cache, tile, tile.masks[window], scale).to(q.dtype))
+            attended = _attend(queries, cache, tile, tile.masks[window], scale, own.soft_cap)
+            out.index_copy_(0, tile.tokens, attended.to(q.dtype))
         return out.flatten(1)
 
     @op
@@ -219,8 +221,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, x.shape[-1:], None, eps) * weight
 
 
-def _attend(q: Tensor, cache: Tensor, tile: Tile, mask: Tensor, scale: float) -> Tensor:
-    """softmax(scale * q k^T + mask) v of one tile in float32: q [P * Q, H, D] -> [P * Q, H, D].
+def _attend(q: Tensor, cache: Tensor, tile: Tile, mask: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    """softmax(cap(scale * q k^T) + mask) v of one tile in float32: q [P * Q, H, D] -> [P * Q, H, D].
 
     The H / K query heads that share a key head are rows of one product, so keys are not repeated.
     """
@@ -231,6 +233,8 @@ def _attend(q: Tensor, cache: Tensor, tile: Tile, mask: Tensor, scale: float) ->
     rows = by_head.reshape(len(k), -1, head_dim)
     num_rows = rows.shape[1]
     scores = torch.bmm(functional.pad(rows, (0, 0, 0, -num_rows % ROW_MULTIPLE)), k.transpose(1, 2))
+    if soft_cap is not None:
+        scores = torch.tanh(scores.div_(soft_cap)).mul_(soft_cap)
     scores[:, :num_rows].view(*by_head.shape[:-1], -1).add_(mask)
     out = _weighted_sum(torch.softmax(scores, -1), v)[:, :num_rows]
     return out.reshape(by_head.shape).transpose(1, 2).reshape(-1, q.shape[2] * q.shape[3], head_dim)

@@ -33,7 +33,9 @@ class Tile:
     tokens: Tensor  # [P * Q] the query tokens' places in the batch
     blocks: Tensor  # [P * K * B] rows of a cache seen as [(num_blocks + 1) * K, block_size * D]
     unwritten: Tensor  # rows of the gathered keys, seen as [P * K * N, D], that hold nothing yet
-    masks: dict[int | None, Tensor]  # window -> [P, 1, Q, 1, N] what to add to the scores: 0 or -inf
+    masks: dict[
+        int | None, Tensor
+    ]  # window -> what to add to the scores: [P, 1, Q, 1, N], or with ALiBi [P, K, Q, H / K, N]
 
 
 class BatchPlan:
@@ -55,6 +57,7 @@ class TilePlan(WritePlan):
     """And the tiles that the reference's attention is computed in."""
 
     tiles: tuple[Tile, ...]
+    soft_cap: float | None = None  # of the scores, before a mask is added
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ def plan_tiles(
         key=lambda piece: (piece.num_queries, piece.padded_keys),
     )
     groups = _group(pieces, tile_bytes // (4 * layout.num_kv_heads * layout.head_dim))
-    return tuple(_tile(batch, group, set(model.windows), layout, device) for group in groups)
+    return tuple(_tile(batch, group, model, layout, device) for group in groups)
 
 
 def _cut_rows(batch: ForwardBatch, layout: KVLayout, max_scores: int) -> Iterator[_Piece]:
@@ -122,9 +125,7 @@ def _group(pieces: list[_Piece], max_keys: int) -> Iterator[list[_Piece]]:
         yield group
 
 
-def _tile(
-    batch: ForwardBatch, pieces: list[_Piece], windows: set[int | None], layout: KVLayout, device: torch.device
-) -> Tile:
+def _tile(batch: ForwardBatch, pieces: list[_Piece], model: ModelSpec, layout: KVLayout, device: torch.device) -> Tile:
     num_queries, padded_keys = pieces[0].num_queries, pieces[-1].padded_keys
     num_keys = np.array([piece.num_keys for piece in pieces])[:, None]
     num_blocks = -(-num_keys // layout.block_size)
@@ -142,12 +143,15 @@ def _tile(
         tokens=to_device((np.array([piece.first_token for piece in pieces])[:, None] + queries).ravel(), device),
         blocks=to_device(block_rows.ravel(), device),
         unwritten=to_device(np.flatnonzero(unwritten.repeat(layout.num_kv_heads, 1)), device),
-        masks={window: _mask(positions, padded_keys, window) for window in windows},
+        masks={window: _mask(positions, padded_keys, window, model) for window in set(model.windows)},
     )
 
 
-def _mask(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """-inf where a key comes after the query at `positions` [P, Q] or has left its window, 0 elsewhere."""
+def _mask(positions: Tensor, num_keys: int, window: int | None, model: ModelSpec) -> Tensor:
+    """-inf where a key comes after the query at `positions` [P, Q] or has left its window; elsewhere 0, or ALiBi's."""
     distance = positions[:, None, :, None, None] - torch.arange(num_keys, device=positions.device)
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    return torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -math.inf)
+    if model.alibi_slopes is None:
+        return torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -math.inf)
+    slopes = torch.tensor(model.alibi_slopes, device=positions.device).view(model.num_kv_heads, 1, -1, 1)
+    return (-slopes * distance).masked_fill_(hidden, -math.inf)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagefleet.backend import Backend, ForwardBatch, KVLayout, ModelSpec, WeightSource
+from pagefleet.backend import Backend, ForwardBatch, KVLayout, ModelSpec, Observe, WeightSource
 from pagefleet_numpy import TRAITS
 
 Array = NDArray[np.float32]
@@ -23,6 +23,7 @@ class NumpyBackend(Backend):
     """Weights are a dict of float32 arrays, the KV cache is one array in the exchange form."""
 
     traits = TRAITS
+    observe: Observe = staticmethod(lambda name, value: None)  # see `trace`
 
     def load(self, model: ModelSpec, weights: WeightSource, dtype: str) -> None:
         self.model = model
@@ -36,11 +37,13 @@ class NumpyBackend(Backend):
 
     def forward(self, batch: ForwardBatch) -> Array:
         """Logits [L, vocab_size]. Padding tokens are computed like any other and then dropped."""
-        hidden = self.weights["embed.weight"][batch.token_ids]
+        hidden = self.told("embed", self.weights["embed.weight"][batch.token_ids])
         for layer in range(self.model.num_layers):
             prefix = f"layers.{layer}."
-            hidden = hidden + self.attention(layer, self.norm(hidden, prefix + "attn_norm"), batch)
-            hidden = hidden + self.mlp(prefix, self.norm(hidden, prefix + "mlp_norm"))
+            normed = self.told(prefix + "attn_norm", self.norm(hidden, prefix + "attn_norm"))
+            hidden = hidden + self.told(prefix + "o", self.attention(layer, normed, batch))
+            normed = self.told(prefix + "mlp_norm", self.norm(hidden, prefix + "mlp_norm"))
+            hidden = hidden + self.told(prefix + "down", self.mlp(prefix, normed))
         head = "head" if "head.weight" in self.weights else "embed"
         return self.linear(self.norm(hidden[batch.logit_rows], "norm"), head)
 
@@ -52,6 +55,17 @@ class NumpyBackend(Backend):
 
     def import_blocks(self, blocks: Ints, data: NDArray[Any]) -> None:
         self.cache[blocks] = data
+
+    def trace(self, batch: ForwardBatch, observe: Observe) -> Array:
+        self.observe = observe
+        try:
+            return self.forward(batch)
+        finally:
+            del self.observe
+
+    def told(self, name: str, x: Array) -> Array:
+        self.observe(name, x.reshape(len(x), -1))
+        return x
 
     # -- the layers ----------------------------------------------------------------------------------------
 
@@ -67,7 +81,7 @@ class NumpyBackend(Backend):
 
     def mlp(self, prefix: str, x: Array) -> Array:
         gate = self.activate(self.linear(x, prefix + "gate"))
-        return self.linear(gate * self.linear(x, prefix + "up"), prefix + "down")
+        return self.linear(self.told(prefix + "gated", gate * self.linear(x, prefix + "up")), prefix + "down")
 
     def activate(self, x: Array) -> Array:
         if self.model.activation == "silu":
@@ -85,7 +99,10 @@ class NumpyBackend(Backend):
         if prefix + "q_norm.weight" in self.weights:
             queries, keys = self.norm(queries, prefix + "q_norm"), self.norm(keys, prefix + "k_norm")
         self.write(layer, self.rotate(keys, batch.positions), values, batch.slots)
-        mixed = self.attend(layer, self.rotate(queries, batch.positions), batch)
+        queries = self.told(prefix + "q", self.rotate(queries, batch.positions))
+        for kind, index in (("k", 0), ("v", 1)):
+            self.told(prefix + kind, self.written(layer, index, batch.slots))
+        mixed = self.told(prefix + "attention", self.attend(layer, queries, batch))
         return self.linear(mixed.reshape(len(x), -1), prefix + "o")
 
     def rotate(self, x: Array, positions: Ints) -> Array:
@@ -103,6 +120,11 @@ class NumpyBackend(Backend):
         block, offset = np.divmod(slots[real], self.layout.block_size)
         self.cache[block, layer, 0, offset] = keys[real]
         self.cache[block, layer, 1, offset] = values[real]
+
+    def written(self, layer: int, index: int, slots: Ints) -> Array:
+        """What the cache has for each token; 0 for padding."""
+        block, offset = np.divmod(np.maximum(slots, 0), self.layout.block_size)
+        return np.where(slots[:, None, None] >= 0, self.cache[block, layer, index, offset], np.float32(0))
 
     def attend(self, layer: int, queries: Array, batch: ForwardBatch) -> Array:
         """Every row over its own context; the keys and values of all rows are already in the cache."""

@@ -27,7 +27,7 @@ class CpuBackend(TorchBackend):
     def __init__(self, index: int = 0) -> None:
         if index:
             raise BackendError(f"cpu:{index}: the host's processors are one device; use cpu or cpu:0")
-        super().__init__("cpu", *_choose_ops())
+        super().__init__("cpu", *choose_ops())
         if isinstance(self.ops, CpuOps):
             self.sampler = CpuSampler(self.ops.kernels)
 
@@ -37,7 +37,7 @@ class CpuBackend(TorchBackend):
         return min(*free, 2 * MAX_KV_BYTES) // 2 if free else None
 
 
-def _choose_ops() -> tuple[Ops, Traits]:
+def choose_ops() -> tuple[Ops, Traits]:
     """The compiled kernels where they were built; else torch's products, as invariant as this processor has them."""
     config = environment()
     threads = choose_num_threads(config).count

@@ -16,7 +16,7 @@ Device = Annotated[
     typer.Option("--device", "-d", help="Backend to use, NAME or NAME:INDEX. Default: TARGET_DEVICE, or auto."),
 ]
 Dtype = Annotated[
-    str, typer.Option(help="auto, float32, bfloat16 or float16: of weights and activations; int8: of weights.")
+    str, typer.Option(help="auto, float32, bfloat16 or float16: of weights and activations; int8, int4: of weights.")
 ]
 Settings = Annotated[
     list[str] | None,

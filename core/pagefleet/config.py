@@ -11,7 +11,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 NUMERICS = ("default", "strict")
 
 
@@ -45,7 +46,7 @@ class EngineConfig:
     trust_remote_code: bool = False  # run Python code that comes with the checkpoint
     device: str | None = None  # a backend's name, or NAME:INDEX; "auto": the best usable one
     plugins: tuple[str, ...] | None = None  # plugins that may be imported beside the built-in ones; None: all
-    dtype: str = "auto"  # of weights and activations; "auto": as stored, or the device's first; "int8": weights only
+    dtype: str = "auto"  # of weights and activations; "auto": as stored, or the device's first; "int8", "int4": weights
     kv_cache_dtype: str = "auto"  # "auto": that of activations
     numerics: str = "default"  # "strict": the same tokens whatever shares the batch, or an error
     max_model_len: int | None = None  # prompt and output tokens of a request; None: the model's, up to 131072
@@ -85,7 +86,7 @@ class EngineConfig:
             )
 
     def _check_choices(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("kv_cache_dtype", DTYPES), ("numerics", NUMERICS)):
+        for name, allowed in (("dtype", DTYPES), ("kv_cache_dtype", KV_DTYPES), ("numerics", NUMERICS)):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")

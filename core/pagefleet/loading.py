@@ -16,7 +16,7 @@ from pagefleet.scheduler import Scheduler
 from pagefleet.table import RunningTable, blocks_for
 from pagefleet.text_engine import TextEngine
 from pagefleet.tokenizer import load_tokenizer
-from pagefleet.weights import DenseWeights, Int8Weights, open_checkpoint
+from pagefleet.weights import DenseWeights, Int4Weights, Int8Weights, open_checkpoint
 
 if TYPE_CHECKING:
     from pagefleet.backend import BackendInfo, Traits, WeightSource
@@ -122,7 +122,7 @@ def _fit_length(config: EngineConfig, spec: ModelSpec, block: KVLayout) -> Model
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, traits: Traits, name: str) -> str:
     """What to compute in: as the user asks; else as stored, if the device has that; else the device's first."""
     dtype = config.dtype
-    if dtype in ("auto", "int8"):
+    if dtype in ("auto", "int8", "int4"):
         stored = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
         dtype = stored if stored in traits.dtypes else traits.dtypes[0]
     if dtype not in traits.dtypes:
@@ -152,12 +152,14 @@ def _choose_form(config: EngineConfig, checkpoint: Checkpoint) -> WeightSource:
             return checkpoint
         case "int8":
             return Int8Weights(checkpoint)
+        case "int4":
+            return Int4Weights(checkpoint)
         case _:
             return DenseWeights(checkpoint)
 
 
 def _describe_weights(config: EngineConfig, checkpoint: Checkpoint, traits: Traits) -> str:
-    formats = {"auto": checkpoint.formats, "int8": ("int8",)}.get(config.dtype, ())
+    formats = {"auto": checkpoint.formats, "int8": ("int8",), "int4": ("Q4_0", "Q8_0")}.get(config.dtype, ())
     kept = [name for name in formats if name in traits.weight_formats]
     return f", weights in {' and '.join(kept)}" if kept else ""
 

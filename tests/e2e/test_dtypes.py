@@ -28,7 +28,8 @@ TEXTS = (
 
 def score(path: Path, **options: Any) -> tuple[NDArray[np.float64], list[int]]:
     """Log-probabilities of the texts' tokens, and the most likely token at each position."""
-    with LLM(str(path), device="cpu", plugins=(), max_model_len=256, kv_cache_memory_bytes=64 << 20, **options) as llm:
+    options = {"device": "cpu", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, **options}
+    with LLM(str(path), plugins=(), **options) as llm:
         outputs = llm.generate(list(TEXTS), SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
     actual, best = [], []
     for output in outputs:
@@ -52,6 +53,9 @@ def reference(smollm2: Path) -> tuple[NDArray[np.float64], list[int]]:
         pytest.param({"dtype": "float16"}, 0.008, 0.98, id="float16"),
         pytest.param({"dtype": "auto"}, 0.1, 0.95, id="the file's own bits"),
         pytest.param({"dtype": "int8"}, 0.14, 0.93, id="int8"),
+        pytest.param({"dtype": "int4"}, 1.2, 0.6, id="int4"),
+        pytest.param({"dtype": "int4", "device": "onnx"}, 1.2, 0.6, id="int4 by onnxruntime"),
+        pytest.param({"dtype": "auto", "device": "onnx"}, 0.1, 0.95, id="the file's own bits by onnxruntime"),
         pytest.param({"dtype": "float32", "kv_cache_dtype": "int8"}, 0.045, 0.95, id="int8 keys and values"),
         pytest.param({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, 0.008, 0.97, id="bfloat16 keys and values"),
     ],

@@ -95,8 +95,8 @@ def engines() -> Iterator[Engines]:
     """Makes engines that are closed when the test ends."""
     opened: list[LLM] = []
 
-    def make(path: Path, **options: Any) -> LLM:
-        opened.append(LLM(str(path), device="cpu", plugins=(), dtype="float32", **options))
+    def make(path: Path, device: str = "cpu", **options: Any) -> LLM:
+        opened.append(LLM(str(path), device=device, plugins=(), dtype="float32", **options))
         return opened[-1]
 
     yield make
@@ -118,6 +118,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "preempted": PREEMPTED,
     "preempted-unpipelined": {**PREEMPTED, "pipeline": False},
     "preempted-chunked": {**PREEMPTED, "max_num_batched_tokens": 32, "max_num_seqs": 8},
+    "onnx": {"device": "onnx"},
+    "preempted-chunked-onnx": {**PREEMPTED, "max_num_batched_tokens": 32, "max_num_seqs": 8, "device": "onnx"},
 }
 
 
@@ -238,6 +240,7 @@ QUICK_TOKENS, SLOW_TOKENS = 24, 64
 SMOLLM2_CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "batched": {"kv_cache_memory_bytes": 1 << 30},
     "chunked": {"kv_cache_memory_bytes": 1 << 30, "max_num_batched_tokens": 64, "max_num_seqs": 64},
+    "onnx": {"kv_cache_memory_bytes": 1 << 30, "device": "onnx"},
     "preempted": {"max_num_seqs": 64},
 }
 

@@ -16,7 +16,7 @@ from pagefleet.torch_runner.decoder import Decoder
 from pagefleet.torch_runner.ops import Ops
 from pagefleet.torch_runner.parameters import ParameterLoader
 from pagefleet.torch_runner.plan import to_device
-from pagefleet.torch_runner.tracing import TracedOps
+from pagefleet.torch_runner.tracing import TracedOps, Watch
 
 
 class TorchBackend(Backend):
@@ -51,7 +51,7 @@ class TorchBackend(Backend):
     @torch.inference_mode()
     def trace(self, batch: ForwardBatch, observe: Observe) -> Tensor:
         decoder = self._decoder
-        traced = TracedOps(self.ops, observe, decoder.model, batch, self._layout)
+        traced = TracedOps(self.ops, Watch(observe, batch, self._layout), decoder.model.num_layers)
         return self._run(batch, Decoder(decoder.model, decoder.parameters, traced))
 
     def _run(self, batch: ForwardBatch, decoder: Decoder) -> Tensor:

@@ -33,10 +33,10 @@ class ParameterLoader:
         self.model, self.weights, self.ops, self.device, self.dtype = model, weights, ops, device, dtype
 
     def load(self) -> Parameters:
-        embed = self._matrix("embed.weight")  # the largest first, while there is room for a dequantised copy
-        head = self._matrix("head.weight") if self._has("head.weight") else embed
+        embed = self.matrix("embed.weight")  # the largest first, while there is room for a dequantised copy
+        head = self.matrix("head.weight") if self._has("head.weight") else embed
         layers = tuple(self._layer(f"layers.{index}.", window) for index, window in enumerate(self.model.windows))
-        return Parameters(embed, self._vector("norm.weight"), head, layers, self._rotary(), self.dtype)
+        return Parameters(embed, self._vector("norm.weight"), head, layers, self.rotary(), self.dtype)
 
     def _layer(self, prefix: str, window: int | None) -> Layer:
         def names(*parts: str, kind: str = "weight") -> list[str]:
@@ -44,15 +44,15 @@ class ParameterLoader:
 
         return Layer(
             attn_norm=self._vector(*names("attn_norm")),
-            qkv=self._matrix(*names("q", "k", "v")),
+            qkv=self.matrix(*names("q", "k", "v")),
             qkv_bias=self._bias(*names("q", "k", "v", kind="bias")),
-            qk_norms=self._qk_norms(*names("q_norm", "k_norm")),
-            o=self._matrix(*names("o")),
+            qk_norms=self.qk_norms(prefix),
+            o=self.matrix(*names("o")),
             o_bias=self._bias(*names("o", kind="bias")),
             mlp_norm=self._vector(*names("mlp_norm")),
-            gate_up=self._matrix(*names("gate", "up")),
+            gate_up=self.matrix(*names("gate", "up")),
             gate_up_bias=self._bias(*names("gate", "up", kind="bias")),
-            down=self._matrix(*names("down")),
+            down=self.matrix(*names("down")),
             down_bias=self._bias(*names("down", kind="bias")),
             window=window,
         )
@@ -64,7 +64,7 @@ class ParameterLoader:
         if missing := [name for name in names if name not in self.model.tensors]:
             raise BackendError(f"the spec of {self.model.model_type} lacks {', '.join(missing)}")
 
-    def _matrix(self, *names: str) -> Weight:
+    def matrix(self, *names: str) -> Weight:
         """The named matrices below each other."""
         self._check(*names)
         return self.ops.pack([self.weights.read(name) for name in names], self.dtype, self.device)
@@ -78,11 +78,14 @@ class ParameterLoader:
     def _bias(self, *names: str) -> Tensor | None:
         return self._vector(*names) if self._has(*names) else None
 
-    def _qk_norms(self, q_name: str, k_name: str) -> Norms | None:
+    def qk_norms(self, prefix: str) -> Norms | None:
+        """Those of the layer whose tensors begin with `prefix`, if it has them."""
+        q_name, k_name = f"{prefix}q_norm.weight", f"{prefix}k_norm.weight"
         if not self._has(q_name, k_name):
             return None
         return Norms(self._vector(q_name), self._vector(k_name), self.model.norm_eps)
 
-    def _rotary(self) -> Tensor:
+    def rotary(self) -> Tensor:
+        """`Parameters.rotary`."""
         cos, sin = map(torch.from_numpy, self.model.rope.table(self.model.max_position_embeddings))
         return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1).to(self.device)

@@ -1,8 +1,9 @@
-"""TracedOps: a device's ops, one after the other, each telling what it computed under the names of `Backend.trace`."""
+"""TracedOps: a device's ops, one after the other, each telling what it computed, under the names of `Backend.trace`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,20 +18,41 @@ LAYER = ("attn_norm", "", "q", "attention", "o", "mlp_norm", "gated", "down")
 """What `Ops.layers` calls in a layer; q, k and v are told of when they have been turned and written."""
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Tells `observe` of one batch's values."""
+
+    observe: Observe
+    batch: ForwardBatch
+    layout: KVLayout
+
+    def tell(self, name: str, value: Tensor) -> None:
+        self.observe(name, value.flatten(1).float().cpu().numpy())
+
+    def tell_written(self, prefix: str, q: Tensor, cache: Tensor) -> None:
+        """Of a layer's turned queries [T, H, D], and of what its cache has for the batch's tokens."""
+        self.tell(prefix + "q", q)
+        slots = to_device(self.batch.slots, cache.device).long()
+        block, offset = slots.clamp(min=0) // self.layout.block_size, slots.clamp(min=0) % self.layout.block_size
+        for part, kind in zip(cache, "kv", strict=True):
+            rows = _values(part[block, :, offset], self.layout)
+            self.tell(prefix + kind, rows.masked_fill((slots < 0)[:, None, None], 0))
+
+
 class TracedOps(Ops):
     """Stands in for `ops` for one batch. Layers are run op by op, even where `ops` has them in one call."""
 
-    def __init__(self, ops: Ops, observe: Observe, model: ModelSpec, batch: ForwardBatch, layout: KVLayout) -> None:
+    def __init__(self, ops: Ops, watch: Watch, num_layers: int) -> None:
         super().__init__()
-        self.ops, self.observe, self.batch, self.layout = ops, observe, batch, layout
+        self.ops, self.watch = ops, watch
         self.ledger = ops.ledger
-        self._names = _names(model.num_layers)
+        self._names = _names(num_layers)
 
     def _told(self, value: Tensor) -> Tensor:
         """The value of the op that comes next."""
         name = next(self._names)
         if not name.endswith("."):
-            self.observe(name, value.flatten(1).float().cpu().numpy())
+            self.watch.tell(name, value)
         return value
 
     def pack(self, parts: Sequence[HostTensor], dtype: torch.dtype, device: torch.device) -> Weight:
@@ -58,14 +80,9 @@ class TracedOps(Ops):
     def rope_and_write(
         self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: BatchPlan
     ) -> Tensor:
-        name = next(self._names).removesuffix("q")
+        prefix = next(self._names).removesuffix("q")
         q = self.ops.rope_and_write(qkv, norms, rotary, cache, plan)
-        self.observe(name + "q", q.flatten(1).float().cpu().numpy())
-        slots = to_device(self.batch.slots, cache.device).long()
-        block, offset = slots.clamp(min=0) // self.layout.block_size, slots.clamp(min=0) % self.layout.block_size
-        for part, kind in zip(cache, "kv", strict=True):
-            rows = _values(part[block, :, offset], self.layout)
-            self.observe(name + kind, rows.masked_fill((slots < 0)[:, None, None], 0).flatten(1).cpu().numpy())
+        self.watch.tell_written(prefix, q, cache)
         return q
 
     def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:

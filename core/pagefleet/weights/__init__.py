@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from pagefleet.weights.checkpoint import Checkpoint, open_checkpoint
 from pagefleet.weights.files import CheckpointError
-from pagefleet.weights.forms import DenseWeights, Int8Weights
+from pagefleet.weights.forms import DenseWeights, Int4Weights, Int8Weights
 
-__all__ = ["Checkpoint", "CheckpointError", "DenseWeights", "Int8Weights", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "DenseWeights", "Int4Weights", "Int8Weights", "open_checkpoint"]

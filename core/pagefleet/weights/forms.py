@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagefleet.backend import HostTensor, WeightSource
+from pagefleet.weights import gguf_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+GGML_BLOCK = 32  # values of a block of Q4_0 and Q8_0
 STRIP = 1 << 20  # values converted at a time: a vocabulary's matrix is not held in float32
 
 
@@ -50,6 +52,39 @@ class Int8Weights:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source)
+
+
+class Int4Weights:
+    """A source whose matrices are ggml blocks of 32 values: Q4_0 in the layers, Q8_0 for embedding and head.
+
+    A matrix whose rows are no whole blocks is left as it is.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def read(self, name: str) -> HostTensor:
+        tensor = self._source.read(name)
+        if len(tensor.shape) != 2 or tensor.shape[1] % GGML_BLOCK:
+            return tensor
+        dtype = "Q4_0" if name.startswith("layers.") else "Q8_0"
+        if tensor.dtype == dtype:
+            return tensor
+        return replace(tensor, dtype=dtype, data=quantise_blocks(tensor, dtype), dequantise=gguf_file.dequantise)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+
+def quantise_blocks(tensor: HostTensor, dtype: str) -> NDArray[np.uint8]:
+    """The tensor's rows as blocks of a ggml type, as the gguf library quantises them."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[dtype]
+    step = max(1, STRIP // tensor.shape[1])
+    strips = (tensor.rows(start, min(start + step, tensor.shape[0])) for start in range(0, tensor.shape[0], step))
+    rows: NDArray[np.uint8] = np.concatenate([gguf.quants.quantize(strip.numpy(), kind) for strip in strips])
+    return rows.reshape(-1)
 
 
 def quantise_rows(tensor: HostTensor) -> NDArray[np.uint8]:

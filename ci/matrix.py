@@ -85,8 +85,9 @@ def read_matrix(path: Path = MATRIX) -> Matrix:
         raise MatrixError(f"{path}: unknown table {unknown[0]!r}; there is only 'cells'")
     cells = {name: _cell(f"{path}: cells.{name}", name, table) for name, table in document.get("cells", {}).items()}
     for cell in cells.values():
-        if cell.built_by and cell.built_by not in cells:
-            raise MatrixError(f"{path}: cells.{cell.name}: built_by is {cell.built_by!r}; it must be {_any_of(cells)}")
+        builders = [each for each in cells.values() if each.install and not each.fresh and not each.built_by]
+        if cell.built_by and cell.built_by not in (names := [each.name for each in builders]):
+            raise MatrixError(f"{path}: cells.{cell.name}: built_by is {cell.built_by!r}; it must be {_any_of(names)}")
     return Matrix(cells)
 
 

@@ -122,11 +122,12 @@ class Place:
         }
 
     def make_environment(self) -> None:
-        """A venv with torch; the one that is there, if it was made for the same declaration."""
+        """A venv with torch; the one that is there, if it was made for the same declaration and that is a version."""
         constraints = (ROOT / self.cell.constraints).read_text() if self.cell.constraints else ""
         declared = json.dumps({**dataclasses.asdict(_plain(self.cell)), "constraints": constraints}, indent=1)
         stamp = self.work / "declared.json"
-        if stamp.is_file() and stamp.read_text() == declared and self.python.exists():
+        kept = self.python.exists() and stamp.is_file() and stamp.read_text() == declared
+        if kept and self.cell.torch != "latest":
             return
         stamp.unlink(missing_ok=True)
         shutil.rmtree(self.venv, ignore_errors=True)

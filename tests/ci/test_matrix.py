@@ -105,7 +105,8 @@ def test_the_readme_has_every_cell() -> None:
         (("install = false", 'devices = ["cpu"]\nlevel = "L6"'), "level is 'L6'; it must be one of L0, .*L5$"),
         (("install = false", 'devices = ["cpu"]\nlevel = "L0"\ninstall = false'), "install must not be false"),
         (("install = false", 'build = "x.py"\nbuilt_by = "bad"'), "build and built_by exclude each other"),
-        (("install = false", 'built_by = "worse"'), "built_by is 'worse'; it must be one of good, bad, gone, unbuilt$"),
+        (("false", 'true\nbuilt_by = "worse"'), "built_by is 'worse'; it must be one of"),
+        (("false", 'true\nbuilt_by = "bad"'), "built_by is 'bad'; it must be one of"),  # installs nothing
         (("install = false", 'plugins = "toy"'), "plugins is 'toy'; it must be a list of strings"),
         (('commands = ["echo $GREETING $VENV"]', ""), "nothing to run"),
         (("cells.good", "cells.Good"), "a cell's name is of small letters"),

@@ -43,6 +43,7 @@ def conformance(
     info, index = select_target(device)  # here, so that what is wrong with it is one line
     kit = Path(__file__).parent / "conformance"
     arguments = [str(kit), "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(kit)]  # no one's settings
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # this command has imported the plugin already
     arguments += ["--conformance-level", level, "--target-device", f"{info.name}:{index}"]
     arguments += ["--conformance-report", str(report.absolute())] if report else []
     raise typer.Exit(int(pytest.main([*arguments, *(pytest_args or [])])))

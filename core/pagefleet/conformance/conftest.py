@@ -68,7 +68,7 @@ def make_driver(make_backend: MakeBackend, traits: Traits) -> MakeDriver:
             pytest.skip(f"Traits.model_features does not name {' and '.join(lacking)}")
         dtype = dtype or min(traits.dtypes, key=tolerance)
         block_size = block_size or min(traits.block_sizes or (4,))
-        driver = Driver(make_backend(), chosen, dtype, block_size, num_blocks=16 + 64 // block_size)
+        driver = Driver.of_case(make_backend(), chosen, dtype, block_size, num_blocks=16 + 64 // block_size)
         driver.poison()
         return driver
 

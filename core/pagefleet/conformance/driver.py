@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pagefleet.backend import Backend, ForwardBatch, KVLayout
+from pagefleet.backend import Backend, ForwardBatch, KVLayout, ModelSpec, WeightSource
 from pagefleet.conformance.cases import Case, RandomWeights
-from pagefleet.conformance.reference import DenseDecoder, DenseRun, relative_error, tolerance
+from pagefleet.conformance.reference import DenseDecoder, Reference, ReferenceRun, relative_error, tolerance
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,26 +42,38 @@ class Driver:
     """One loaded backend with its cache, and the reference beside it."""
 
     def __init__(
-        self, backend: Backend, case: Case, dtype: str, block_size: int, num_blocks: int, seed: int = 1
+        self,
+        backend: Backend,
+        model: ModelSpec,
+        weights: WeightSource,
+        reference: Reference,
+        dtype: str,
+        block_size: int,
+        num_blocks: int,
     ) -> None:
-        weights = RandomWeights(case.model, case.seed)
         self.backend = backend
-        self.case = case
+        self.model = model
+        self.reference = reference
         self.dtype = dtype
-        self.reference = DenseDecoder(case.model, weights.float64())
-        self.rng = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(1)
         self.free = self.rng.permutation(num_blocks).tolist()  # handed out from the end
-        model = case.model
         self.layout = KVLayout(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, dtype)
         backend.load(model, weights, dtype)
         backend.allocate_kv(self.layout)
-        self._runs: dict[tuple[int, ...], DenseRun] = {}
+        self._runs: dict[tuple[int, ...], ReferenceRun] = {}
+
+    @classmethod
+    def of_case(cls, backend: Backend, case: Case, dtype: str, block_size: int, num_blocks: int) -> Driver:
+        """With a case's random weights, and the dense decoder as its reference."""
+        weights = RandomWeights(case.model, case.seed)
+        reference = DenseDecoder(case.model, weights.float64())
+        return cls(backend, case.model, weights, reference, dtype, block_size, num_blocks)
 
     # -- requests ------------------------------------------------------------------------------------------
 
     def prompt(self, num_tokens: int, *, prefix: Prompt | None = None, num_shared: int = 0) -> Prompt:
         """A new request of random tokens. With `prefix`, its first `num_shared` blocks are that request's too."""
-        tokens = self.rng.integers(0, self.case.model.vocab_size, num_tokens).tolist()
+        tokens = self.rng.integers(0, self.model.vocab_size, num_tokens).tolist()
         if prefix is None:
             return Prompt(tokens)
         shared = num_shared * self.layout.block_size
@@ -115,7 +127,7 @@ class Driver:
         """Run a batch; logits on the host, their form checked."""
         logits = self.backend.to_host(self.backend.forward(batch))
         assert logits.dtype == np.float32, f"to_host() returned {logits.dtype}, not float32"
-        assert logits.shape == (len(batch.logit_rows), self.case.model.vocab_size), f"logits are {logits.shape}"
+        assert logits.shape == (len(batch.logit_rows), self.model.vocab_size), f"logits are {logits.shape}"
         return np.array(logits)  # a backend may reuse its memory in the next step
 
     def step(self, work: Work, *, padding: int = 0, extra_columns: int = 0) -> NDArray[np.float32]:
@@ -139,17 +151,18 @@ class Driver:
 
     # -- the reference -------------------------------------------------------------------------------------
 
-    def run_of(self, prompt: Prompt) -> DenseRun:
+    def run_of(self, prompt: Prompt) -> ReferenceRun:
         """The reference's results for all tokens of a request."""
         key = tuple(prompt.tokens)
         if key not in self._runs:
             self._runs[key] = self.reference.run(key)
         return self._runs[key]
 
-    def expected(self, work: Work) -> NDArray[np.float64]:
-        """The reference's logits of the step's tokens, in their order."""
-        rows = [self.run_of(p).logits[p.computed : p.computed + count] for p, count in work]
-        return np.concatenate(rows)
+    def expected(self, work: Work, op: str | None = None) -> NDArray[np.float64]:
+        """The reference's logits of the step's tokens, in their order; with `op`, what that op gave."""
+        runs = [self.run_of(prompt) for prompt, _ in work]
+        values = [run.logits if op is None else run.ops[op] for run in runs]
+        return np.concatenate([v[p.computed : p.computed + n] for v, (p, n) in zip(values, work, strict=True)])
 
     def compare(self, got: NDArray[Any], want: NDArray[Any], what: str) -> None:
         """Fail if a vector differs from the reference's by more than the dtype's tolerance."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -44,40 +44,49 @@ def relative_error(got: NDArray[Any], want: NDArray[Any]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class DenseRun:
-    """A token sequence's results. Keys are as they are attended to: after their norm and RoPE."""
+class ReferenceRun:
+    """A token sequence's results."""
 
     logits: Float64  # [N, vocab_size]
-    keys: Float64  # [num_layers, N, num_kv_heads, head_dim]
-    values: Float64  # [num_layers, N, num_kv_heads, head_dim]
+    ops: Mapping[str, Float64]  # what was computed on the way [N, n], in the order and by the names of `Backend.trace`
+
+
+class Reference(Protocol):
+    """A model that a backend is compared with."""
+
+    def run(self, token_ids: Sequence[int]) -> ReferenceRun:
+        """Run the whole sequence at once."""
+        ...
 
 
 class DenseDecoder:
-    """A `ModelSpec` over float64 weights."""
+    """A `ModelSpec` over float64 weights: the reference of every op."""
 
     def __init__(self, model: ModelSpec, weights: Mapping[str, Float64]) -> None:
         self.model = model
         self.weights = weights
 
-    def run(self, token_ids: Sequence[int]) -> DenseRun:
+    def run(self, token_ids: Sequence[int]) -> ReferenceRun:
         """Run the whole sequence at once."""
-        x = self.weights["embed.weight"][np.asarray(token_ids)]
-        keys, values = [], []
+        ops = {"embed": self.weights["embed.weight"][np.asarray(token_ids)]}
+        x = ops["embed"]
         for layer in range(self.model.num_layers):
             prefix = f"layers.{layer}."
-            y = self._rms_norm(x, prefix + "attn_norm.weight")
-            queries, layer_keys = self._turned_heads(y, prefix, "q"), self._turned_heads(y, prefix, "k")
-            layer_values = self._heads(y, prefix, "v")
-            mixed = self._attention(queries, layer_keys, layer_values, self.model.windows[layer])
-            x = x + self._affine(mixed, prefix + "o")
-            y = self._rms_norm(x, prefix + "mlp_norm.weight")
+            y = ops[prefix + "attn_norm"] = self._rms_norm(x, prefix + "attn_norm.weight")
+            heads = {name: self._heads(y, prefix, name) for name in "qkv"}
+            ops |= {prefix + name: np.concatenate(list(value), axis=1) for name, value in heads.items()}
+            mixed = self._attention(heads["q"], heads["k"], heads["v"], self.model.windows[layer])
+            ops[prefix + "attention"] = mixed
+            ops[prefix + "o"] = self._affine(mixed, prefix + "o")
+            x = x + ops[prefix + "o"]
+            y = ops[prefix + "mlp_norm"] = self._rms_norm(x, prefix + "mlp_norm.weight")
             gate = _activation(self.model.activation)(self._affine(y, prefix + "gate"))
-            x = x + self._affine(gate * self._affine(y, prefix + "up"), prefix + "down")
-            keys.append(layer_keys.swapaxes(0, 1))
-            values.append(layer_values.swapaxes(0, 1))
+            ops[prefix + "gated"] = gate * self._affine(y, prefix + "up")
+            ops[prefix + "down"] = self._affine(ops[prefix + "gated"], prefix + "down")
+            x = x + ops[prefix + "down"]
+        ops["norm"] = self._rms_norm(x, "norm.weight")
         head = self.weights.get("head.weight", self.weights["embed.weight"])
-        logits = self._rms_norm(x, "norm.weight") @ head.T
-        return DenseRun(logits, np.stack(keys), np.stack(values))
+        return ReferenceRun(ops["norm"] @ head.T, ops)
 
     def _affine(self, x: Float64, name: str) -> Float64:
         y: Float64 = np.einsum("ni,oi->no", x, self.weights[name + ".weight"])
@@ -87,13 +96,14 @@ class DenseDecoder:
         return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + self.model.norm_eps) * self.weights[name])
 
     def _heads(self, x: Float64, prefix: str, name: str) -> Float64:
-        """A projection, head first: [heads, N, head_dim]."""
-        flat = self._affine(x, prefix + name)
-        return np.stack(np.split(flat, flat.shape[1] // self.model.head_dim, axis=1))
+        """A projection, head first: [heads, N, head_dim]. Queries and keys as they attend.
 
-    def _turned_heads(self, x: Float64, prefix: str, name: str) -> Float64:
-        """Queries or keys: heads, normalised where the family does that, then turned by their position."""
-        heads = self._heads(x, prefix, name)
+        That is normalised where the family does that, then turned by their position.
+        """
+        flat = self._affine(x, prefix + name)
+        heads = np.stack(np.split(flat, flat.shape[1] // self.model.head_dim, axis=1))
+        if name == "v":
+            return heads
         norm = f"{prefix}{name}_norm.weight"
         if norm in self.weights:
             heads = self._rms_norm(heads, norm)

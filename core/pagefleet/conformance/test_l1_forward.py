@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
-from pagefleet.backend import Traits
 from pagefleet.conformance.cases import Case, cases
 from pagefleet.conformance.driver import Driver, Prompt, compositions
 
@@ -136,63 +133,3 @@ def test_logit_rows(logit_rows: list[int], make_driver: MakeDriver) -> None:
     driver.compare(got[: len(logit_rows)], want, "logits")
     driver.advance(work)
     driver.finish(prompts, chunk=1)
-
-
-@every_case
-def test_a_trace_is_the_step_itself(case: Case, make_driver: MakeDriver) -> None:
-    """What it tells, under which names and in which order; a backend may tell of nothing."""
-    driver = make_driver(case)
-    size = driver.layout.block_size
-    prompts = [driver.prompt(size + 3), driver.prompt(4)]
-    work = [(prompt, prompt.pending) for prompt in prompts]
-    batch = driver.batch(work, padding=3)
-    told: dict[str, np.ndarray] = {}
-    logits = driver.backend.trace(batch, lambda name, value: told.update({name: np.array(value)}))
-    driver.compare(driver.backend.to_host(logits)[: sum(n for _, n in work)], driver.expected(work), "logits")
-    known = _trace_names(case.model.num_layers)
-    assert list(told) == [name for name in known if name in told], "names, or their order"
-    assert all(value.ndim == 2 and len(value) == batch.num_tokens for value in told.values())
-    for layer, kind in itertools.product(range(case.model.num_layers), "kv"):
-        if (name := f"layers.{layer}.{kind}") in told:
-            runs = [driver.run_of(prompt) for prompt in prompts]
-            want = np.concatenate([(run.keys if kind == "k" else run.values)[layer] for run in runs])
-            driver.compare(told[name][: len(want)].reshape(want.shape), want, name)
-
-
-def _trace_names(num_layers: int) -> list[str]:
-    """Those of `Backend.trace`."""
-    steps = ("attn_norm", "q", "k", "v", "attention", "o", "mlp_norm", "gated", "down")
-    return ["embed", *(f"layers.{layer}.{step}" for layer in range(num_layers) for step in steps), "norm"]
-
-
-@pytest.mark.conformance_level("L5")
-def test_batch_invariance(dtype: str, traits: Traits, make_driver: MakeDriver) -> None:
-    """A token's logits have the same bits alone, chunked, among others, padded, and in other blocks."""
-    if dtype not in traits.batch_invariant:
-        pytest.skip(f"Traits.batch_invariant does not name {dtype}")
-    driver = make_driver("gqa-tied", dtype=dtype)
-    size = driver.layout.block_size
-    tokens = driver.prompt(2 * size + 3).tokens
-    whole = Prompt(list(tokens))
-    want = driver.step([(whole, whole.pending)])
-    for chunk, num_others, padding in [(1, 0, 0), (3, 0, 0), (size + 1, 3, 0), (1, 4, 0), (size, 2, 5)]:
-        prompt = Prompt(list(tokens))
-        got = _logits_among_others(driver, prompt, chunk, num_others, padding)
-        same = np.array_equal(got.view(np.uint32), want.view(np.uint32))
-        assert same, f"chunks of {chunk} among {num_others} others with {padding} padding: other bits than all at once"
-        driver.release(prompt)
-
-
-def _logits_among_others(driver: Driver, prompt: Prompt, chunk: int, num_others: int, padding: int) -> np.ndarray:
-    """All logits of a prompt computed in chunks, in the middle of other rows of random length."""
-    rows = []
-    while prompt.pending:
-        count = min(chunk, prompt.pending)
-        others = [driver.prompt(int(n)) for n in driver.rng.integers(1, driver.layout.block_size + 2, num_others)]
-        before, after = others[: num_others // 2], others[num_others // 2 :]
-        start = sum(other.pending for other in before)
-        work = [(p, count if p is prompt else p.pending) for p in (*before, prompt, *after)]
-        rows.append(driver.step(work, padding=padding)[start : start + count])
-        for other in others:
-            driver.release(other)
-    return np.concatenate(rows)

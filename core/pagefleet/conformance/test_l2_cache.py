@@ -50,11 +50,11 @@ def _step_around_canaries(driver: Driver, work: Work) -> None:
     named = np.sort(batch.slots[batch.slots >= 0])
     assert changed.tolist() == named.tolist(), "left: slots that changed; right: slots the step named"
     for prompt, count in work:
-        start, end = prompt.computed, prompt.computed + count
-        written = decode(after[driver.slots(prompt, start, end)], driver.dtype)  # [count, layers, 2, heads, dim]
-        run = driver.run_of(prompt)
-        driver.compare(written[:, :, 0], run.keys[:, start:end].swapaxes(0, 1), "keys (normalised and turned)")
-        driver.compare(written[:, :, 1], run.values[:, start:end].swapaxes(0, 1), "values")
+        slots = driver.slots(prompt, prompt.computed, prompt.computed + count)
+        written = decode(after[slots], driver.dtype)  # [count, layers, 2, heads, dim]
+        for i, (kind, what) in enumerate([("k", "keys (normalised and turned)"), ("v", "values")]):
+            layers = [driver.expected([(prompt, count)], f"layers.{n}.{kind}") for n in range(driver.model.num_layers)]
+            driver.compare(written[:, :, i], np.stack(layers, axis=1).reshape(written[:, :, i].shape), what)
     driver.advance(work)
 
 

@@ -75,6 +75,8 @@ def test_a_closed_backend_leaves_room_for_the_next(target: tuple[BackendInfo, in
     info, index = target
     for _ in range(2):
         backend = info.load(index)
-        driver = Driver(backend, case_named("plain"), traits.dtypes[0], min(traits.block_sizes or (4,)), num_blocks=4)
+        driver = Driver.of_case(
+            backend, case_named("plain"), traits.dtypes[0], min(traits.block_sizes or (4,)), num_blocks=4
+        )
         driver.finish([driver.prompt(3)], chunk=3)
         backend.close()

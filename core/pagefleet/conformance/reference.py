@@ -43,6 +43,12 @@ def relative_error(got: NDArray[Any], want: NDArray[Any]) -> float:
     return float(error.max(initial=0.0))
 
 
+def log_softmax(logits: NDArray[Any]) -> Float64:
+    """Log-probabilities of logits [..., vocab_size], in float64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
 @dataclass(frozen=True, slots=True)
 class ReferenceRun:
     """A token sequence's results."""

@@ -13,7 +13,7 @@ from pagefleet.conformance.reference import tolerance
 from pagefleet.conformance.target import find_target
 
 if TYPE_CHECKING:
-    from pagefleet.backend import Backend, BackendInfo, Traits
+    from pagefleet.backend import Backend, BackendInfo, ModelSpec, Traits
 
     MakeBackend = Callable[[], Backend]
     MakeDriver = Callable[..., Driver]
@@ -63,9 +63,7 @@ def make_driver(make_backend: MakeBackend, traits: Traits) -> MakeDriver:
 
     def make(case: Case | str = "plain", *, dtype: str | None = None, block_size: int | None = None) -> Driver:
         chosen = case_named(case) if isinstance(case, str) else case
-        lacking = [feature for feature in chosen.model.features if feature not in traits.model_features]
-        if lacking:
-            pytest.skip(f"Traits.model_features does not name {' and '.join(lacking)}")
+        check_features(chosen.model, traits)
         dtype = dtype or min(traits.dtypes, key=tolerance)
         block_size = block_size or min(traits.block_sizes or (4,))
         driver = Driver.of_case(make_backend(), chosen, dtype, block_size, num_blocks=16 + 64 // block_size)
@@ -73,3 +71,10 @@ def make_driver(make_backend: MakeBackend, traits: Traits) -> MakeDriver:
         return driver
 
     return make
+
+
+def check_features(model: ModelSpec, traits: Traits) -> None:
+    """Skip the test if the backend says that it cannot run such a model."""
+    lacking = [feature for feature in model.features if feature not in traits.model_features]
+    if lacking:
+        pytest.skip(f"Traits.model_features does not name {' and '.join(lacking)}")

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 TARGET = pytest.StashKey["tuple[BackendInfo, int]"]()
 
 
+def find_plugins() -> Plugins:
+    """Those that the environment allows."""
+    return Plugins(environment().plugins)
+
+
 def select_target(name: str | None) -> tuple[BackendInfo, int]:
     """The backend and device index of NAME or NAME:INDEX, None: as the environment says; BackendError if unusable."""
-    surroundings = environment()
-    return Plugins(surroundings.plugins).select(name or surroundings.target_device)
+    return find_plugins().select(name or environment().target_device)
 
 
 def find_target(config: pytest.Config) -> tuple[BackendInfo, int]:

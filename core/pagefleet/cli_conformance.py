@@ -27,8 +27,9 @@ def conformance(
 ) -> None:
     """Test a backend on this machine, level by level.
 
-    Levels: L0 comes up and goes away, L1 logits of any batch, L2 the paged cache, L3 models, L4 sampling,
-    L5 determinism. What the backend says it cannot do is skipped and counted. Exits 1 if a test failed.
+    Levels: L0 comes up and goes away, L1 logits of any batch, op by op, L2 the paged cache and the scheduler over it,
+    L3 model families against transformers, L4 sampling, beams, streams and aborts, L5 determinism. What the backend
+    says it cannot do is skipped and counted. Exits 1 if a test failed.
 
     Example: pagefleet conformance --device NAME --report build/conformance
     """

@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 LEVELS: Mapping[str, str] = MappingProxyType(
     {
-        "L0": "comes up, says what it can do, goes away",
-        "L1": "logits of any batch, over any placement of blocks",
-        "L2": "the paged cache: writes, copies, moves",
-        "L3": "models",
-        "L4": "sampling",
-        "L5": "determinism",
+        "L0": "comes up, says what it can do, fails in words, goes away",
+        "L1": "logits of any batch, op by op",
+        "L2": "the paged cache, and the scheduler over it",
+        "L3": "model families, against transformers",
+        "L4": "features: parameters, log-probabilities, beams, streams, aborts",
+        "L5": "determinism: run to run, whatever shares the batch",
     }
 )

@@ -74,7 +74,7 @@ def variants(families: Iterable[ModelFamily]) -> Iterator[Variant]:
 
 
 def write_checkpoint(variant: Variant, folder: Path) -> DenseDecoder:
-    """config.json, model.safetensors, and a tokenizer of the words t0, t1, ...; returns the model as the reference.
+    """config.json, model.safetensors, and a tokenizer of the words t000, t001, ...; returns the model as the reference.
 
     Every weight has a value that all dtypes hold exactly.
     """
@@ -87,11 +87,16 @@ def write_checkpoint(variant: Variant, folder: Path) -> DenseDecoder:
     tensors = {spec.tensors[name].checkpoint_name: array for name, array in weights.arrays.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(spec.vocab_size)}, unk_token="t0"))
+    words = Tokenizer(models.WordLevel({word(i): i for i in range(spec.vocab_size)}, unk_token=word(0)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"unk_token": "t0", "bos_token": "t1", "eos_token": f"t{EOS}"}
+    special = {"unk_token": word(0), "bos_token": word(1), "eos_token": word(EOS)}
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
     return DenseDecoder(spec, weights.float64())
+
+
+def word(token_id: int) -> str:
+    """How the tokenizer spells a token; no word is part of another."""
+    return f"t{token_id:03}"
 
 
 class TransformersModel:

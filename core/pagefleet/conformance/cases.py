@@ -59,6 +59,8 @@ def model_spec(
     num_heads: int = 2,
     num_kv_heads: int = 2,
     head_dim: int = 64,
+    hidden_size: int = 64,
+    intermediate_size: int = 96,
     vocab_size: int = 97,
     rotary_dim: int | None = None,
     windows: tuple[int | None, ...] = (None, None),
@@ -72,22 +74,23 @@ def model_spec(
     soft_cap: float | None = None,
     alibi_slopes: tuple[float, ...] | None = None,
 ) -> ModelSpec:
-    """A decoder of hidden size 64 with the given oddities; every layer counts in `windows`."""
-    sizes = _matrix_sizes(num_heads * head_dim, num_kv_heads * head_dim)
-    shapes = {"embed.weight": (vocab_size, 64), "norm.weight": (64,)}
+    """A small decoder with the given oddities; it has as many layers as `windows`."""
+    q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+    sizes = _matrix_sizes(hidden_size, intermediate_size, q_size, kv_size)
+    shapes = {"embed.weight": (vocab_size, hidden_size), "norm.weight": (hidden_size,)}
     if not tied:
-        shapes["head.weight"] = (vocab_size, 64)
+        shapes["head.weight"] = (vocab_size, hidden_size)
     for layer in range(len(windows)):
         prefix = f"layers.{layer}."
         shapes |= {f"{prefix}{name}.weight": shape for name, shape in sizes.items()}
         shapes |= {f"{prefix}{name}.bias": sizes[name][:1] for name in biases}
-        shapes |= {f"{prefix}{name}.weight": (64,) for name in ("attn_norm", "mlp_norm")}
+        shapes |= {f"{prefix}{name}.weight": (hidden_size,) for name in ("attn_norm", "mlp_norm")}
         shapes |= {f"{prefix}{name}.weight": (head_dim,) for name in ("q_norm", "k_norm") if qk_norm}
     return ModelSpec(
         model_type="conformance",
         vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_layers=len(windows),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -104,10 +107,10 @@ def model_spec(
     )
 
 
-def _matrix_sizes(q_size: int, kv_size: int) -> dict[str, tuple[int, ...]]:
+def _matrix_sizes(hidden: int, intermediate: int, q_size: int, kv_size: int) -> dict[str, tuple[int, ...]]:
     """The matrices of one layer, [out, in]."""
-    attention = {"q": (q_size, 64), "k": (kv_size, 64), "v": (kv_size, 64), "o": (64, q_size)}
-    return {**attention, "gate": (96, 64), "up": (96, 64), "down": (64, 96)}
+    attention = {"q": (q_size, hidden), "k": (kv_size, hidden), "v": (kv_size, hidden), "o": (hidden, q_size)}
+    return {**attention, "gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
 
 
 class RandomWeights:

@@ -33,7 +33,9 @@ TINY: Mapping[str, Any] = MappingProxyType(
         "pad_token_id": None,
     }
 )
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3: Mapping[str, Any] = MappingProxyType(
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+)
 # family -> what a checkpoint of it may say beyond the plainest, by name
 CHANGES: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {

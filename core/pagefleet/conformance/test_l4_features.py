@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.conformance_level("L4")
 
-PROMPT = [7, 41, 3, 99, 12, 5, 60]
-PROMPTS = [[*PROMPT[: 1 + i % 7], i, 3 * i + 1] for i in range(10)]
+PROMPT = (7, 41, 3, 99, 12, 5, 60)
+PROMPTS: Sequence[list[int]] = [[*PROMPT[: 1 + i % 7], i, 3 * i + 1] for i in range(10)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def llm(checkpoint: Checkpoint) -> Iterator[LLM]:
         yield made
 
 
-def complete(llm: LLM, prompt: list[int] = PROMPT, **params: Any) -> RequestOutput:
+def complete(llm: LLM, prompt: Sequence[int] = PROMPT, **params: Any) -> RequestOutput:
     """One completion, greedy and of 12 tokens unless asked otherwise."""
     asked = SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **params})
     return llm.generate(prompt, asked, use_tqdm=False)[0]
@@ -238,13 +238,13 @@ def test_beam_search(width: int, llm: LLM, checkpoint: Checkpoint) -> None:
     """As good as by the book, where every prefix is scored from nothing."""
     num_tokens = 5
     params = BeamSearchParams(beam_width=width, max_tokens=num_tokens, ignore_eos=True)
-    found = llm.beam_search(PROMPT, params)[0].sequences
+    found = llm.beam_search(list(PROMPT), params)[0].sequences
     live: list[tuple[float, list[int]]] = [(0.0, [])]
     margin = 0.0
     for _ in range(num_tokens):
         grown = []
         for total, tokens in live:
-            logits = checkpoint.reference.run(PROMPT + tokens).logits[-1]
+            logits = checkpoint.reference.run([*PROMPT, *tokens]).logits[-1]
             margin = max(margin, float(checkpoint.margins(logits)))
             best = np.argsort(-logits)[: 2 * width]
             grown += [(total + log_softmax(logits)[token], [*tokens, int(token)]) for token in best]
@@ -308,7 +308,7 @@ def test_one_bad_request_harms_no_other(llm: LLM, checkpoint: Checkpoint) -> Non
         return logits
 
     with pytest.raises(InvalidRequest, match="113"):
-        llm.generate([PROMPT, [VOCAB_SIZE]], use_tqdm=False)
+        llm.generate([list(PROMPT), [VOCAB_SIZE]], use_tqdm=False)
     good = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     bad = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logits_processors=[fails])
     outputs = llm.generate(PROMPTS[:5], [good, bad, good, good, bad], use_tqdm=False)

@@ -50,24 +50,29 @@ class Driver:
         dtype: str,
         block_size: int,
         num_blocks: int,
+        kv_dtype: str | None = None,
     ) -> None:
         self.backend = backend
         self.model = model
         self.reference = reference
         self.dtype = dtype
+        self.limit = tolerance(dtype)  # of the relative error of what a step returns
         self.rng = np.random.default_rng(1)
         self.free = self.rng.permutation(num_blocks).tolist()  # handed out from the end
-        self.layout = KVLayout(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, dtype)
+        shape = model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim
+        self.layout = KVLayout(*shape, kv_dtype or dtype)
         backend.load(model, weights, dtype)
         backend.allocate_kv(self.layout)
         self._runs: dict[tuple[int, ...], ReferenceRun] = {}
 
     @classmethod
-    def of_case(cls, backend: Backend, case: Case, dtype: str, block_size: int, num_blocks: int) -> Driver:
+    def of_case(
+        cls, backend: Backend, case: Case, dtype: str, block_size: int, num_blocks: int, kv_dtype: str | None = None
+    ) -> Driver:
         """With a case's random weights, and the dense decoder as its reference."""
         weights = RandomWeights(case.model, case.seed)
         reference = DenseDecoder(case.model, weights.float64())
-        return cls(backend, case.model, weights, reference, dtype, block_size, num_blocks)
+        return cls(backend, case.model, weights, reference, dtype, block_size, num_blocks, kv_dtype)
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -166,7 +171,7 @@ class Driver:
 
     def compare(self, got: NDArray[Any], want: NDArray[Any], what: str) -> None:
         """Fail if a vector differs from the reference's by more than the dtype's tolerance."""
-        error, limit = relative_error(got, want), tolerance(self.dtype)
+        error, limit = relative_error(got, want), self.limit
         if not np.isfinite(got).all():
             raise AssertionError(f"{what} are not finite: a slot was read that the step must not read")
         assert error <= limit, f"{what} differ from the reference by {error:.2e}, more than {limit:.2e} ({self.dtype})"
@@ -179,7 +184,7 @@ class Driver:
     def exchange_shape(self) -> tuple[int, ...]:
         """The shape of the whole cache in the exchange form."""
         layout = self.layout
-        heads = (layout.block_size, layout.num_kv_heads, layout.head_dim)
+        heads = (layout.block_size, layout.num_kv_heads, layout.row_size)
         return (layout.num_blocks, layout.num_layers, 2, *heads)
 
     def poison(self) -> None:
@@ -189,7 +194,7 @@ class Driver:
         unrelated requests.
         """
         if self.backend.traits.exchanges_blocks:
-            nan = encode(np.full(self.exchange_shape(), np.nan, np.float32), self.dtype)
+            nan = encode(np.full(self.exchange_shape(), np.nan, np.float32), self.layout.dtype)
             self.backend.import_blocks(self.all_blocks(), nan)
             return
         fillers = [self.prompt(self.layout.block_size) for _ in range(self.layout.num_blocks)]
@@ -200,20 +205,22 @@ class Driver:
         """Give every number of the cache a value that changes from slot to slot, so that a move is seen too."""
         shape = self.exchange_shape()
         ramp = self.rng.standard_normal(shape).astype(np.float32)
-        self.backend.import_blocks(self.all_blocks(), encode(ramp, self.dtype))
+        self.backend.import_blocks(self.all_blocks(), encode(ramp, self.layout.dtype))
 
     def export(self) -> NDArray[Any]:
         """The whole cache, with its bits: unsigned integers of the dtype's width, [slots, layers, 2, heads, dim]."""
         data = np.array(self.backend.export_blocks(self.all_blocks()))
         assert data.shape == self.exchange_shape(), f"export_blocks() returned shape {data.shape}"
-        itemsize = 4 if self.dtype == "float32" else 2
-        assert data.dtype.itemsize == itemsize, f"export_blocks() returned {data.dtype} for {self.dtype}"
+        itemsize = {"float32": 4, "int8": 1}.get(self.layout.dtype, 2)
+        assert data.dtype.itemsize == itemsize, f"export_blocks() returned {data.dtype} for {self.layout.dtype}"
         by_slot = data.view(f"u{itemsize}").transpose(0, 3, 1, 2, 4, 5)
         return by_slot.reshape(-1, *by_slot.shape[2:])
 
 
 def encode(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """float32 values in the exchange form's dtype (bfloat16 as its uint16 bits, cut)."""
+    """float32 values in the exchange form's dtype: bfloat16 as its uint16 bits, cut; int8 is -1 all over, a NaN scale."""
+    if dtype == "int8":
+        return np.full(values.shape, -1, np.int8)
     if dtype == "bfloat16":
         return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return values.astype(dtype)

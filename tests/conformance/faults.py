@@ -6,14 +6,25 @@ plugin: an entry point of the group `pagefleet` that the tests make for it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pagefleet_numpy.backend import Array, Ints, NumpyBackend
 
-from pagefleet.backend import BackendInfo, ForwardBatch, KVLayout, ModelSpec, Probe, WeightSource
+from pagefleet.backend import (
+    BackendInfo,
+    ForwardBatch,
+    KVLayout,
+    ModelSpec,
+    PendingTokens,
+    Probe,
+    SamplingBatch,
+    WeightSource,
+)
 from pagefleet.hookspecs import hookimpl
+from pagefleet.sampler import Sampler
 
 
 class SlotOffByOne(NumpyBackend):
@@ -302,6 +313,251 @@ class CopiesBackwards(NumpyBackend):
 
     def copy_blocks(self, pairs: Ints) -> None:
         super().copy_blocks(pairs[:, ::-1])
+
+
+class WindowForgottenInDecode(NumpyBackend):
+    """A row of one token sees its whole context, as if its kernel had no window."""
+
+    def visible(self, positions: Ints, num_keys: int, window: int | None) -> NDArray[np.bool_]:
+        return super().visible(positions, num_keys, window if len(positions) > 1 else None)
+
+
+class ChunkAlone(NumpyBackend):
+    """A row of several tokens sees these only, as a prefill kernel without a cache would."""
+
+    def visible(self, positions: Ints, num_keys: int, window: int | None) -> NDArray[np.bool_]:
+        seen = super().visible(positions, num_keys, window)
+        if len(positions) > 1:
+            seen[:, : positions[0]] = False
+        return seen
+
+
+class TableTooNarrow(NumpyBackend):
+    """Takes a table to be as wide as its longest row needs, and reads it with that stride."""
+
+    def context_slots(self, batch: ForwardBatch, row: int) -> Ints:
+        width = -(-int(batch.seq_lens.max()) // self.layout.block_size)
+        tables = batch.block_tables.reshape(-1)[: width * batch.num_rows].reshape(batch.num_rows, width)
+        return super().context_slots(ForwardBatch(**{**_fields(batch), "block_tables": tables}), row)
+
+
+class SixteenRows(NumpyBackend):
+    """Rows from the 17th on get nothing: a grid that is too small."""
+
+    def attend(self, layer: int, queries: Array, batch: ForwardBatch) -> Array:
+        out = super().attend(layer, queries, batch)
+        out[batch.query_starts[min(16, batch.num_rows)] :] = 0
+        return out
+
+
+class LateCopies(NumpyBackend):
+    """Copies are done after the step's writes, as on another stream without an event."""
+
+    pairs: Ints | None = None
+
+    def copy_blocks(self, pairs: Ints) -> None:
+        self.pairs = pairs
+
+    def forward(self, batch: ForwardBatch) -> Array:
+        logits = super().forward(batch)
+        if self.pairs is not None:
+            super().copy_blocks(self.pairs)
+            self.pairs = None
+        return logits
+
+
+class LateWrites(NumpyBackend):
+    """The first slot of a block is written too late: attention finds what was there before the step."""
+
+    def attend(self, layer: int, queries: Array, batch: ForwardBatch) -> Array:
+        kept = self.cache[:, layer, :, 0].copy()
+        self.cache[:, layer, :, 0] = self.before[:, layer, :, 0]
+        out = super().attend(layer, queries, batch)
+        self.cache[:, layer, :, 0] = kept
+        return out
+
+    def forward(self, batch: ForwardBatch) -> Array:
+        self.before = self.cache.copy()
+        return super().forward(batch)
+
+
+class GateForUp(NumpyBackend):
+    """Activates the up projection instead of the gate."""
+
+    def mlp(self, prefix: str, x: Array) -> Array:
+        up = self.activate(self.linear(x, prefix + "up"))
+        return self.linear(self.told(prefix + "gated", up * self.linear(x, prefix + "gate")), prefix + "down")
+
+
+class HeadFromEmbedding(NumpyBackend):
+    """Takes every model's embeddings to be tied."""
+
+    def load(self, model: ModelSpec, weights: WeightSource, dtype: str) -> None:
+        super().load(model, weights, dtype)
+        self.weights.pop("head.weight", None)
+
+
+class BiasTwice(NumpyBackend):
+    """Adds the output projection's bias once per half, as two ranks would."""
+
+    def linear(self, x: Array, name: str) -> Array:
+        out = super().linear(x, name)
+        return out + self.weights[name + ".bias"] if name.endswith(".o") and name + ".bias" in self.weights else out
+
+
+class NormAfterRope(NumpyBackend):
+    """Turns queries and keys by their positions, and only then normalises them."""
+
+    def norm(self, x: Array, name: str) -> Array:
+        return x if name.endswith(("q_norm", "k_norm")) else super().norm(x, name)
+
+    def attend(self, layer: int, queries: Array, batch: ForwardBatch) -> Array:
+        if f"layers.{layer}.q_norm.weight" in self.weights:
+            queries = super().norm(queries, f"layers.{layer}.q_norm")
+        return super().attend(layer, queries, batch)
+
+    def write(self, layer: int, keys: Array, values: Array, slots: Ints) -> None:
+        if f"layers.{layer}.k_norm.weight" in self.weights:
+            keys = super().norm(keys, f"layers.{layer}.k_norm")
+        super().write(layer, keys, values, slots)
+
+
+class ScalingIgnored(NumpyBackend):
+    """RoPE's scaling is ignored."""
+
+    def load(self, model: ModelSpec, weights: WeightSource, dtype: str) -> None:
+        super().load(model, weights, dtype)
+        self.cos, self.sin = replace(model.rope, scaling={}).table(model.max_position_embeddings)
+
+
+class PositionsClipped(NumpyBackend):
+    """RoPE's table ends at 64 positions; those beyond take the last."""
+
+    def rotate(self, x: Array, positions: Ints) -> Array:
+        return super().rotate(x, np.minimum(positions, 63))
+
+
+class NoMaximum(NumpyBackend):
+    """Softmax without subtracting the maximum."""
+
+    def softmax_mix(self, queries: Array, keys: Array, values: Array, seen: NDArray[np.bool_]) -> Array:
+        grouped = queries.reshape(len(queries), self.model.num_kv_heads, -1, self.model.head_dim)
+        scores = np.einsum("qhgd,khd->hgqk", grouped, keys) * np.float32(self.model.attention_scale)
+        weights = np.where(seen, np.exp(scores), np.float32(0))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return np.einsum("hgqk,khd->qhgd", weights, values).reshape(queries.shape)
+
+
+class HalfPrecisionSums(NumpyBackend):
+    """Matrix products are summed in float16."""
+
+    def linear(self, x: Array, name: str) -> Array:
+        wide = x.astype(np.float16)[:, None, :] * self.weights[name + ".weight"].astype(np.float16)[None]
+        bias = self.weights.get(name + ".bias", np.float32(0))
+        return np.asarray(wide.sum(axis=-1, dtype=np.float16).astype(np.float32) + bias)
+
+
+class HalfPrecisionWeights(NumpyBackend):
+    """Keeps weights in float16, whatever dtype it was asked for."""
+
+    def load(self, model: ModelSpec, weights: WeightSource, dtype: str) -> None:
+        super().load(model, weights, dtype)
+        self.weights = {name: w.astype(np.float16).astype(np.float32) for name, w in self.weights.items()}
+
+
+class CopiesKeysOnly(NumpyBackend):
+    """Copies the keys of a block, and not its values."""
+
+    def copy_blocks(self, pairs: Ints) -> None:
+        self.cache[pairs[:, 1], :, 0] = self.cache[pairs[:, 0], :, 0]
+
+
+class ImportsInOrder(NumpyBackend):
+    """Imports into the blocks in ascending order, whatever the order they were named in."""
+
+    def import_blocks(self, blocks: Ints, data: NDArray[Any]) -> None:
+        super().import_blocks(np.sort(blocks), data)
+
+
+class GreedyAlways(NumpyBackend):
+    """Ignores the temperature."""
+
+    def sample(self, logits: Array, sampling: SamplingBatch) -> PendingTokens:
+        return super().sample(logits, replace(sampling, temperature=np.zeros_like(sampling.temperature)))
+
+
+class TopKByOne(NumpyBackend):
+    """Keeps one token more than top_k."""
+
+    def sample(self, logits: Array, sampling: SamplingBatch) -> PendingTokens:
+        return super().sample(logits, replace(sampling, top_k=sampling.top_k + (sampling.top_k > 0)))
+
+
+class SeedOfTheRow(NumpyBackend):
+    """Draws by the row a request has in the batch, not by its seed."""
+
+    def sample(self, logits: Array, sampling: SamplingBatch) -> PendingTokens:
+        return super().sample(logits, replace(sampling, seeds=np.arange(len(sampling.seeds), dtype=np.uint64)))
+
+
+class MaskOfOtherBits(NumpyBackend):
+    """Reads token masks from the highest bit down."""
+
+    class Reversed(Sampler):
+        def mask(self, logits: Array, masks: Ints) -> None:
+            bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="big")
+            logits[bits == 0] = -np.inf
+
+    sampler = Reversed()
+
+
+class ClaimsInvariance(NumpyBackend):
+    """Says that a row does not depend on its batch, while it leaves that to a BLAS."""
+
+    traits = replace(NumpyBackend.traits, batch_invariant=("float32",))
+
+
+class Noise(NumpyBackend):
+    """The last bits differ from run to run, as sums in no fixed order do."""
+
+    def forward(self, batch: ForwardBatch) -> Array:
+        logits = super().forward(batch)
+        return logits * (1 + np.random.default_rng().uniform(-1e-7, 1e-7, logits.shape).astype(np.float32))
+
+
+class Leaks(NumpyBackend):
+    """Something keeps every instance alive."""
+
+    kept: list[NumpyBackend] = []  # noqa: RUF012 - the fault
+
+    def load(self, model: ModelSpec, weights: WeightSource, dtype: str) -> None:
+        super().load(model, weights, dtype)
+        self.weights = {name: weight.copy() for name, weight in self.weights.items()}
+        self.kept.append(self)
+
+
+class ClosesOnce(NumpyBackend):
+    """Fails when it is closed twice, or before it was loaded."""
+
+    def close(self) -> None:
+        del self.weights
+
+
+class SwallowsErrors(NumpyBackend):
+    """Goes on with zeros when weights cannot be read."""
+
+    def load(self, model: ModelSpec, weights: WeightSource, dtype: str) -> None:
+        try:
+            super().load(model, weights, dtype)
+        except OSError:
+            self.weights = {name: np.zeros(tensor.shape, np.float32) for name, tensor in model.tensors.items()}
+
+
+class EachLogitRowOnce(NumpyBackend):
+    """Drops logit rows that repeat."""
+
+    def forward(self, batch: ForwardBatch) -> Array:
+        return super().forward(replace(batch, logit_rows=np.unique(batch.logit_rows)))
 
 
 def _fields(batch: ForwardBatch) -> dict[str, Ints]:

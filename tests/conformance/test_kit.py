@@ -72,6 +72,10 @@ def fault_plugin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
     return site, HERE
 
 
+def test_there_are_faults_enough() -> None:
+    assert len(FAULTS) >= 40
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught(fault: str, fault_plugin: tuple[Path, ...], tmp_path: Path) -> None:
     result = run_kit(fault, "-x", cwd=tmp_path, path=fault_plugin)

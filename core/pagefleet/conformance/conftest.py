@@ -58,15 +58,22 @@ def make_driver(make_backend: MakeBackend, traits: Traits) -> MakeDriver:
     """A function that returns a driver with a poisoned cache.
 
     Unless told otherwise it takes the backend's most precise dtype and its smallest block size (4 where any will do),
-    so that faults show and borders are crossed.
+    so that faults show and borders are crossed, and a cache that is small unless `num_tokens` have to fit.
     """
 
-    def make(case: Case | str = "plain", *, dtype: str | None = None, block_size: int | None = None) -> Driver:
+    def make(
+        case: Case | str = "plain",
+        *,
+        dtype: str | None = None,
+        block_size: int | None = None,
+        num_tokens: int = 0,
+    ) -> Driver:
         chosen = case_named(case) if isinstance(case, str) else case
         check_features(chosen.model, traits)
         dtype = dtype or min(traits.dtypes, key=tolerance)
         block_size = block_size or min(traits.block_sizes or (4,))
-        driver = Driver.of_case(make_backend(), chosen, dtype, block_size, num_blocks=16 + 64 // block_size)
+        num_blocks = 16 + max(64, num_tokens) // block_size
+        driver = Driver.of_case(make_backend(), chosen, dtype, block_size, num_blocks)
         driver.poison()
         return driver
 

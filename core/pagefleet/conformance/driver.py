@@ -218,7 +218,7 @@ class Driver:
 
 
 def encode(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """float32 values in the exchange form's dtype: bfloat16 as its uint16 bits, cut; int8 is -1 all over, a NaN scale."""
+    """float32 values in the exchange form: bfloat16 as its uint16 bits, cut; int8 as -1 (and its scale as NaN)."""
     if dtype == "int8":
         return np.full(values.shape, -1, np.int8)
     if dtype == "bfloat16":

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagefleet.conformance.cases import Case, cases
+from pagefleet.conformance.cases import MAX_POSITIONS, Case, cases, model_spec
 from pagefleet.conformance.driver import Driver, Prompt, compositions
 
 pytestmark = pytest.mark.conformance_level("L1")
@@ -90,6 +90,38 @@ def test_unused_columns_of_the_block_table(make_driver: MakeDriver) -> None:
     prompt = driver.prompt(2 * driver.layout.block_size + 2)
     driver.step([(prompt, prompt.pending - 1)], extra_columns=3)
     driver.step([(prompt, 1)], extra_columns=3)
+    driver.step([(driver.prompt(n), n) for n in (3, 2 * driver.layout.block_size, 1)], extra_columns=2)
+
+
+@pytest.mark.parametrize("num_rows", [33, 130])
+def test_many_rows(num_rows: int, make_driver: MakeDriver) -> None:
+    """More rows than small grids, tables and buckets hold: first few, then many, then few again."""
+    driver = make_driver("gqa-tied", num_tokens=num_rows * 16)
+    prompts = [driver.prompt(6 + i % 5) for i in range(num_rows)]
+    driver.step([(prompt, 2) for prompt in prompts[:3]])
+    driver.step([(prompt, 4 if prompt.computed == 0 else 1) for prompt in prompts])
+    driver.step([(prompt, 1) for prompt in prompts])
+    driver.step([(prompt, 1) for prompt in prompts[-2:]])
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "scaled-rope"])
+def test_contexts_as_long_as_the_model_allows(name: str, make_driver: MakeDriver) -> None:
+    """In long chunks, among short rows, and one by one up to the last position."""
+    driver = make_driver(name, num_tokens=MAX_POSITIONS + 64)
+    driver.limit *= 4  # the worst of a thousand positions, not of twenty
+    prompt, short = driver.prompt(MAX_POSITIONS), driver.prompt(7)
+    driver.step([(prompt, 600)])
+    driver.step([(short, 4), (prompt, MAX_POSITIONS - 603)])
+    driver.finish([short, prompt], chunk=1)
+
+
+def test_scores_too_large_for_an_exponential(make_driver: MakeDriver) -> None:
+    """Attention's scores reach hundreds; in float32 only, for their own rounding grows with them."""
+    driver = make_driver(Case("peaked", model_spec(attention_scale=40.0, windows=(None,))))
+    if driver.dtype != "float32":
+        pytest.skip("Traits.dtypes does not name float32")
+    driver.limit *= 8
+    driver.finish([driver.prompt(9), driver.prompt(5)], chunk=4)
 
 
 def test_prefix_shared_by_rows(make_driver: MakeDriver) -> None:

@@ -19,6 +19,8 @@ from pagefleet.cli_bench import bench
 from pagefleet.cli_conformance import conformance
 from pagefleet.cli_contract import contract
 from pagefleet.cli_options import Device, Dtype, Model, Seed, Settings, Temperature, TopK, TopP, load_llm
+from pagefleet.cli_parity import parity
+from pagefleet.cli_replay import replay
 
 if TYPE_CHECKING:
     from pagefleet.request import RequestOutput
@@ -191,6 +193,8 @@ def chat(
 app.command()(bench)
 app.command()(conformance)
 app.add_typer(contract, name="contract")
+app.command()(parity)
+app.command()(replay)
 
 
 # -- in ----------------------------------------------------------------------------------------------------

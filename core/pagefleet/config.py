@@ -60,6 +60,8 @@ class EngineConfig:
     priority_ageing: float = 30.0  # seconds of waiting worth one level of priority; inf: priorities never age
     pipeline: bool = True  # plan and launch the next step while one runs
     seed: int = 0  # of requests without a seed of their own
+    record: str | None = None  # a folder to write every step to, for `pagefleet replay`
+    record_ops: bool = False  # digests of what each op gave, too: slow
 
     def __post_init__(self) -> None:
         surroundings = environment()
@@ -73,7 +75,9 @@ class EngineConfig:
 
     def _check_names(self) -> None:
         _check_text("model", self.model)
-        for name in ("tokenizer", "revision", "device"):
+        if isinstance(self.record, os.PathLike):
+            object.__setattr__(self, "record", os.fspath(self.record))
+        for name in ("tokenizer", "revision", "device", "record"):
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
         plugins = self.plugins
@@ -90,7 +94,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
-        for name in ("trust_remote_code", "enable_prefix_caching", "pipeline"):
+        for name in ("trust_remote_code", "enable_prefix_caching", "pipeline", "record_ops"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; it must be True or False")
@@ -110,6 +114,8 @@ class EngineConfig:
                 f"priority_ageing is {ageing!r}; it must be a number of seconds above 0, "
                 "or float('inf') for priorities that never age"
             )
+        if self.record_ops and self.record is None:
+            raise ConfigError("record_ops is True and record is None; name the folder to write to: record=DIR")
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 f"num_blocks is {self.num_blocks} and kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; "

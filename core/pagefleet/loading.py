@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pagefleet.backend import Backend, BackendError, KVLayout
@@ -12,6 +13,7 @@ from pagefleet.blocks import BlockPool
 from pagefleet.config import ConfigError
 from pagefleet.engine import Engine
 from pagefleet.plugins import Plugins
+from pagefleet.record import Recorder
 from pagefleet.scheduler import Scheduler
 from pagefleet.table import RunningTable, blocks_for
 from pagefleet.text_engine import TextEngine
@@ -42,14 +44,40 @@ def load_engine(config: EngineConfig) -> TextEngine:
         tokenizer = load_tokenizer(  # before the weights: what is wrong with it shows at once
             config.tokenizer or checkpoint.path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
+        name = info.name if index == 0 else f"{info.name}:{index}"
         backend = _load_backend(info, index)
+        if config.record is not None:
+            backend = Recorder(backend, config, name)
         try:
-            name = info.name if index == 0 else f"{info.name}:{index}"
             return _start(config, checkpoint, tokenizer, backend, name, info.probe().evidence)
         except BaseException:
             with suppress(Exception):  # the first error is the one to report
                 backend.close()
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyBackend:
+    """A backend with its model and its cache, and no engine: whoever has it schedules."""
+
+    backend: Backend
+    name: str
+    spec: ModelSpec
+    layout: KVLayout
+    dtype: str
+
+
+@contextmanager
+def ready_backend(config: EngineConfig) -> Iterator[ReadyBackend]:
+    """What `config` asks for as far as it concerns the device; it is given back at the end. Raises as `load_engine`."""
+    plugins = Plugins(config.plugins)
+    info, index = plugins.select(config.device)
+    name = info.name if index == 0 else f"{info.name}:{index}"
+    with (
+        open_checkpoint(config.model, revision=config.revision, families=plugins.models()) as checkpoint,
+        closing(_load_backend(info, index)) as backend,
+    ):
+        yield ReadyBackend(backend, name, *_load_model(config, checkpoint, backend, name))
 
 
 def _load_backend(info: BackendInfo, index: int) -> Backend:
@@ -70,15 +98,7 @@ def _load_backend(info: BackendInfo, index: int) -> Backend:
 def _start(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend, name: str, evidence: str
 ) -> TextEngine:
-    dtype = _choose_dtype(config, checkpoint, backend.traits, name)
-    _check_features(checkpoint.spec, backend.traits, name)
-    block = _one_block(config, checkpoint.spec, backend.traits, dtype)
-    spec = _fit_length(config, checkpoint.spec, block)
-    backend.load(spec, _choose_form(config, checkpoint), dtype)
-    checkpoint.close()
-    layout = _size_cache(config, spec, block, backend)
-    backend.allocate_kv(layout)
-    backend.warm_up()
+    spec, layout, dtype = _load_model(config, checkpoint, backend, name)
     max_len = min(spec.max_position_embeddings, layout.num_blocks * layout.block_size)
     facts = {
         "backend": f"{name}: {evidence}",
@@ -90,6 +110,22 @@ def _start(
     }
     logger.info("%s", "; ".join(f"{name}: {value}" for name, value in facts.items()))
     return TextEngine(_build(config, backend, layout, max_len), tokenizer, spec, config, max_len, facts)
+
+
+def _load_model(
+    config: EngineConfig, checkpoint: Checkpoint, backend: Backend, name: str
+) -> tuple[ModelSpec, KVLayout, str]:
+    """Give the backend its weights and its cache; the spec they are for, the cache's layout and the dtype."""
+    dtype = _choose_dtype(config, checkpoint, backend.traits, name)
+    _check_features(checkpoint.spec, backend.traits, name)
+    block = _one_block(config, checkpoint.spec, backend.traits, dtype)
+    spec = _fit_length(config, checkpoint.spec, block)
+    backend.load(spec, _choose_form(config, checkpoint), dtype)
+    checkpoint.close()
+    layout = _size_cache(config, spec, block, backend)
+    backend.allocate_kv(layout)
+    backend.warm_up()
+    return spec, layout, dtype
 
 
 def _build(config: EngineConfig, backend: Backend, layout: KVLayout, max_len: int) -> Engine:

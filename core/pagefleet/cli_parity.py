@@ -38,7 +38,7 @@ def parity(
     A position where they find different tokens the most likely is a flip: a near-tie, or a defect. Exits 1 if there
     is a defect.
 
-    Example: pagefleet parity MODEL --devices cpu,onnx --dtype float32
+    Example: pagefleet parity MODEL --devices NAME,OTHER --dtype float32
     """
     from rich.console import Console
     from rich.progress import track
@@ -50,7 +50,7 @@ def parity(
 
     names = [name.strip() for name in devices.split(",")]
     if len(names) != 2 or not all(names):
-        raise ValueError(f"--devices is {devices!r}; it must be two names, as in cpu,onnx")
+        raise ValueError(f"--devices is {devices!r}; it must be two names with a comma between them")
     texts = list(PROMPTS) if prompts is None else [line for line in prompts.read_text("utf-8").splitlines() if line]
     if not texts:
         raise ValueError(f"{prompts} has no prompt in it")

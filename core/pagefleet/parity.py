@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Logprobs = NDArray[np.float64]
 
-NEAR_TIES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.15}
+NEAR_TIES: Mapping[str, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.15}
 """A flip is a near-tie if the log-probabilities of the two tokens are no further apart than this, by compute dtype."""
 CHUNK = 256
 

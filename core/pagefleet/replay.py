@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Sketches = Mapping[str, NDArray[np.float32]]
 
-TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 """Relative error of an op from which on two devices differ by more than rounding, by the dtype they compute in."""
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from pagefleet.backend import BackendError, ForwardBatch, KVLayout
 from pagefleet.model import ModelSpec
 from pagefleet.torch_runner.ops import op
-from pagefleet.torch_runner.plan import BatchPlan, WritePlan, plan_writes
+from pagefleet.torch_runner.plan import BatchPlan, Plan, plan_writes
 from pagefleet_cpu.evidence import IPEX, NOT_IPEX, check_ipex
 from pagefleet_cpu.plain import PlainOps
 
 
 @dataclass(frozen=True, slots=True)
-class IpexPlan(WritePlan):
+class IpexPlan(BatchPlan):
     """The batch's rows as the extension reads them. All tensors int32."""
 
     block_tables: Tensor  # [R, B]
@@ -58,7 +58,7 @@ class IpexAttention(PlainOps):
         super().__init__()
         self._paged_attention = paged_attention
 
-    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
+    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> Plan:
         if 1 in model.windows:
             raise BackendError(f"{IPEX} takes a window of 1 position for none; {NOT_IPEX}")
         _check_batch(batch, layout)
@@ -73,7 +73,7 @@ class IpexAttention(PlainOps):
         )
 
     @op
-    def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
+    def attention(self, q: Tensor, cache: Tensor, plan: Plan, window: int | None, scale: float) -> Tensor:
         own = cast("IpexPlan", plan)
         _check_tensors(q, cache, own)
         out = torch.zeros(q.shape, dtype=q.dtype)

@@ -19,7 +19,7 @@ from pagefleet.model import ModelSpec
 from pagefleet.torch_runner.host_tensors import bits, dense
 from pagefleet.torch_runner.layer import Layer, Norms, Weight
 from pagefleet.torch_runner.ops import Ops, op
-from pagefleet.torch_runner.plan import BatchPlan
+from pagefleet.torch_runner.plan import Plan
 from pagefleet_cpu import TRAITS
 from pagefleet_kernels.cpu import PANEL, CpuKernels, LayerStack, PackedWeight
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class CpuPlan(BatchPlan):
+class CpuPlan(Plan):
     """The batch's arrays, as the kernels read them. All int32."""
 
     slots: Tensor  # [T]
@@ -87,7 +87,7 @@ class CpuOps(Ops):
             self.kernels.pack_rows(weight, start, rows)
         return weight
 
-    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
+    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> Plan:
         arrays = (batch.slots, batch.block_tables, batch.query_starts, batch.seq_lens)
         tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
         slopes = None if model.alibi_slopes is None else torch.tensor(model.alibi_slopes)
@@ -120,9 +120,7 @@ class CpuOps(Ops):
         return self.kernels.norm(x, residual, weight, eps), residual
 
     @op
-    def rope_and_write(
-        self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: BatchPlan
-    ) -> Tensor:
+    def rope_and_write(self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: Plan) -> Tensor:
         own = cast("CpuPlan", plan)
         if norms is None:
             return self.kernels.rope(qkv, rotary, own.slots, cache, own.head_dim)
@@ -131,7 +129,7 @@ class CpuOps(Ops):
         )
 
     @op
-    def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
+    def attention(self, q: Tensor, cache: Tensor, plan: Plan, window: int | None, scale: float) -> Tensor:
         own = cast("CpuPlan", plan)
         return self.kernels.attention(
             *(q, cache, own.block_tables, own.query_starts, own.seq_lens, own.head_dim, scale),
@@ -149,7 +147,7 @@ class CpuOps(Ops):
         model: ModelSpec,
         rotary: Tensor,
         kv: Tensor,
-        plan: BatchPlan,
+        plan: Plan,
     ) -> tuple[Tensor, Tensor | None]:
         """In one call, where weights are whole panels of one format each: what is between the kernels costs, too."""
         if self._layers is not layers:

@@ -18,7 +18,7 @@ from pagefleet.model import ModelSpec
 from pagefleet.torch_runner import Ops, TorchBackend
 from pagefleet.torch_runner.layer import Norms, Weight
 from pagefleet.torch_runner.parameters import ParameterLoader
-from pagefleet.torch_runner.plan import BatchPlan
+from pagefleet.torch_runner.plan import Plan
 from pagefleet.torch_runner.tracing import Watch
 from pagefleet_cpu.backend import choose_ops
 from pagefleet_cpu.config import environment as cpu_environment
@@ -84,7 +84,7 @@ class SegmentDecoder:
     segments: Segments
     watch: Watch | None = None  # told of what is computed
 
-    def forward(self, tokens: Tensor, positions: Tensor, logit_rows: Tensor, plan: BatchPlan, kv: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, logit_rows: Tensor, plan: Plan, kv: Tensor) -> Tensor:
         """Logits float32 [L, vocab_size] of the tokens named by `logit_rows`; see `torch_runner.decoder`."""
         model, watch = self.model, self.watch
         observe = None if watch is None else watch.observe
@@ -99,7 +99,7 @@ class SegmentDecoder:
         attended = self._attend(model.num_layers - 1, qkv, rotary, kv[-1], plan)
         return self.segments.finish(attended, logit_rows)
 
-    def _attend(self, layer: int, qkv: Tensor, rotary: Tensor, cache: Tensor, plan: BatchPlan) -> Tensor:
+    def _attend(self, layer: int, qkv: Tensor, rotary: Tensor, cache: Tensor, plan: Plan) -> Tensor:
         """One layer's attention [T, H * D], its keys and values written."""
         model, prefix = self.model, f"layers.{layer}."
         heads = qkv.view(len(qkv), -1, model.head_dim)

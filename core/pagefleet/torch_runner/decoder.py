@@ -10,14 +10,14 @@ from torch import Tensor
 from pagefleet.model import ModelSpec
 from pagefleet.torch_runner.ops import Ops
 from pagefleet.torch_runner.parameters import Parameters
-from pagefleet.torch_runner.plan import BatchPlan
+from pagefleet.torch_runner.plan import Plan
 
 
 class Decoder:
     def __init__(self, model: ModelSpec, parameters: Parameters, ops: Ops) -> None:
         self.model, self.parameters, self.ops = model, parameters, ops
 
-    def forward(self, tokens: Tensor, positions: Tensor, logit_rows: Tensor, plan: BatchPlan, kv: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, logit_rows: Tensor, plan: Plan, kv: Tensor) -> Tensor:
         """Logits float32 [L, vocab_size] of the tokens named by `logit_rows`; keys and values go to `kv`.
 
         tokens, positions int32 [T], logit_rows int32 [L]; `kv` has a cache for each layer, see `Ops`.

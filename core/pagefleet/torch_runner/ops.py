@@ -28,7 +28,7 @@ from pagefleet.backend import ForwardBatch, HostTensor, KVLayout
 from pagefleet.model import ModelSpec
 from pagefleet.torch_runner.host_tensors import dense
 from pagefleet.torch_runner.layer import Layer, Norms, Weight
-from pagefleet.torch_runner.plan import KEY_TILE, BatchPlan, Tile, TilePlan, WritePlan, plan_tiles, plan_writes
+from pagefleet.torch_runner.plan import KEY_TILE, BatchPlan, Plan, Tile, TilePlan, plan_tiles, plan_writes
 
 ROW_MULTIPLE = 8  # query rows of a matrix product are padded to it: fewer take other kernels, with other bits
 
@@ -74,7 +74,7 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
+    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> Plan:
         """Whatever `rope_and_write` and `attention` want to know of a batch, worked out once a step."""
 
     @abstractmethod
@@ -101,9 +101,7 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def rope_and_write(
-        self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: BatchPlan
-    ) -> Tensor:
+    def rope_and_write(self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: Plan) -> Tensor:
         """Normalise and turn queries and keys, write keys and values to their slots, return the queries [T, H, D].
 
         qkv [T, H + 2 K, D]. rotary float32 [T, 2 (cos, sin), rotary_dim] has the signs of "rotate half",
@@ -111,7 +109,7 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
+    def attention(self, q: Tensor, cache: Tensor, plan: Plan, window: int | None, scale: float) -> Tensor:
         """Causal attention of q [T, H, D] over its rows' cached keys, within `window` positions: [T, H * D]."""
 
     def layers(
@@ -122,7 +120,7 @@ class Ops(ABC):
         model: ModelSpec,
         rotary: Tensor,
         kv: Tensor,
-        plan: BatchPlan,
+        plan: Plan,
     ) -> tuple[Tensor, Tensor | None]:
         """Decoder layers of `residual` + x (None: 0), each [T, hidden]: the new residual, and the x yet to be added.
 
@@ -144,7 +142,7 @@ class ReferenceOps(Ops):
 
     tile_bytes = 64 << 20  # of keys that attention gathers at a time; no more than a fast cache holds, if there is one
 
-    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
+    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> Plan:
         tiles = plan_tiles(batch, model, layout, device, self.tile_bytes)
         return TilePlan(*plan_writes(batch, layout, device), tiles, model.attention_soft_cap)
 
@@ -171,10 +169,8 @@ class ReferenceOps(Ops):
         return _rms_norm(residual, weight, eps), residual
 
     @op
-    def rope_and_write(
-        self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: BatchPlan
-    ) -> Tensor:
-        rotary_dim, num_kv_heads, writes = rotary.shape[-1], cache.shape[2], cast("WritePlan", plan)
+    def rope_and_write(self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: Plan) -> Tensor:
+        rotary_dim, num_kv_heads, writes = rotary.shape[-1], cache.shape[2], cast("BatchPlan", plan)
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], 1)
         if norms is not None:
@@ -190,7 +186,7 @@ class ReferenceOps(Ops):
         return qk[:, :num_heads]
 
     @op
-    def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
+    def attention(self, q: Tensor, cache: Tensor, plan: Plan, window: int | None, scale: float) -> Tensor:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         own = cast("TilePlan", plan)
         for tile in own.tiles:

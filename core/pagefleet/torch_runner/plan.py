@@ -38,14 +38,14 @@ class Tile:
     ]  # window -> what to add to the scores: [P, 1, Q, 1, N], or with ALiBi [P, K, Q, H / K, N]
 
 
-class BatchPlan:
+class Plan:
     """What a device's ops want to know of a batch; each has its own kind."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class WritePlan(BatchPlan):
+class BatchPlan(Plan):
     """Where a batch's tokens go in the cache, as the reference writes them."""
 
     written: Tensor  # [W] the tokens that have a slot
@@ -53,7 +53,7 @@ class WritePlan(BatchPlan):
 
 
 @dataclass(frozen=True, slots=True)
-class TilePlan(WritePlan):
+class TilePlan(BatchPlan):
     """And the tiles that the reference's attention is computed in."""
 
     tiles: tuple[Tile, ...]

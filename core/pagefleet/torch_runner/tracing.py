@@ -12,7 +12,7 @@ from pagefleet.backend import ForwardBatch, HostTensor, KVLayout, Observe
 from pagefleet.model import ModelSpec
 from pagefleet.torch_runner.layer import Norms, Weight
 from pagefleet.torch_runner.ops import Ops
-from pagefleet.torch_runner.plan import BatchPlan, to_device
+from pagefleet.torch_runner.plan import Plan, to_device
 
 LAYER = ("attn_norm", "", "q", "attention", "o", "mlp_norm", "gated", "down")
 """What `Ops.layers` calls in a layer; q, k and v are told of when they have been turned and written."""
@@ -58,7 +58,7 @@ class TracedOps(Ops):
     def pack(self, parts: Sequence[HostTensor], dtype: torch.dtype, device: torch.device) -> Weight:
         return self.ops.pack(parts, dtype, device)
 
-    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
+    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> Plan:
         return self.ops.plan(batch, model, layout, device)
 
     def embed(self, tokens: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -77,15 +77,13 @@ class TracedOps(Ops):
         normed, residual = self.ops.add_rms_norm(residual, x, weight, eps)
         return self._told(normed), residual
 
-    def rope_and_write(
-        self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: BatchPlan
-    ) -> Tensor:
+    def rope_and_write(self, qkv: Tensor, norms: Norms | None, rotary: Tensor, cache: Tensor, plan: Plan) -> Tensor:
         prefix = next(self._names).removesuffix("q")
         q = self.ops.rope_and_write(qkv, norms, rotary, cache, plan)
         self.watch.tell_written(prefix, q, cache)
         return q
 
-    def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
+    def attention(self, q: Tensor, cache: Tensor, plan: Plan, window: int | None, scale: float) -> Tensor:
         return self._told(self.ops.attention(q, cache, plan, window, scale))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pagefleet.backend import ForwardBatch, KVLayout, ModelSpec
 from pagefleet.torch_runner.backend import TorchBackend
 from pagefleet.torch_runner.ops import ReferenceOps, op
-from pagefleet.torch_runner.plan import BatchPlan, WritePlan, plan_writes
+from pagefleet.torch_runner.plan import BatchPlan, Plan, plan_writes
 from pagefleet_toy import TRAITS
 
 
@@ -26,14 +26,14 @@ class ToyBackend(TorchBackend):
 
 
 @dataclass(frozen=True, slots=True)
-class ToyPlan(WritePlan):
+class ToyPlan(BatchPlan):
     """Where to write, as for any torch device, and the batch itself, to read by."""
 
     batch: ForwardBatch
 
 
 class ToyOps(ReferenceOps):
-    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> BatchPlan:
+    def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> Plan:
         return ToyPlan(*plan_writes(batch, layout, device), batch)
 
     @op
@@ -44,7 +44,7 @@ class ToyOps(ReferenceOps):
         return scaled.to(x.dtype) * weight, residual
 
     @op
-    def attention(self, q: Tensor, cache: Tensor, plan: BatchPlan, window: int | None, scale: float) -> Tensor:
+    def attention(self, q: Tensor, cache: Tensor, plan: Plan, window: int | None, scale: float) -> Tensor:
         assert isinstance(plan, ToyPlan)
         batch, out = plan.batch, torch.zeros_like(q)
         for row in range(batch.num_rows):

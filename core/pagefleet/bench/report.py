@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from pagefleet.bench.workloads import TITLES
 
 if TYPE_CHECKING:
     from pagefleet.bench.compare import Row, Series
+    from pagefleet.bench.phases import PhaseCost
     from pagefleet.bench.roofline import OpCost, Profile
     from pagefleet.bench.static_batching import BatchingResult
 
@@ -84,6 +86,20 @@ def roofline_table(title: str, profile: Profile) -> Table:
         shown.add_row(name, str(cost.calls), f"{cost.seconds / profile.seconds:.1%}", *_rates(cost))
         in_ops += cost.seconds
     shown.add_row("everything else", "", f"{1 - in_ops / profile.seconds:.1%}")
+    return shown
+
+
+def phases_table(title: str, phases: Mapping[str, PhaseCost]) -> Table:
+    """A line a phase: what its steps took, what they had to move and compute, and the share of the ceilings."""
+    shown = _table(title)
+    for name in ("phase", "steps", "ms", "GB", "GFLOP", "GB/s", "GFLOP/s", "ceiling"):
+        shown.add_column(name, justify="left" if name == "phase" else "right", no_wrap=name == "phase")
+    for name, cost in phases.items():
+        total, count = sum(cost.seconds), len(cost.seconds)
+        each = f"{cost.num_bytes / count / 1e9:.3f}", f"{cost.flop / count / 1e9:.2f}"
+        rates = f"{cost.num_bytes / total / 1e9:.1f}", f"{cost.flop / total / 1e9:.0f}"
+        share = f"{cost.floor / total:.0%}" if cost.floor else ""
+        shown.add_row(name, str(count), f"{statistics.median(cost.seconds) * 1e3:.2f}", *each, *rates, share)
     return shown
 
 

@@ -5,20 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pagefleet.bench.ceilings import measure_ceilings
 from pagefleet.bench.compare import PLAN, Plan, compare
 from pagefleet.bench.peers import WEIGHTS, find_peer, ours
-from pagefleet.bench.report import batching_table, ceilings_table, comparison_table, roofline_table, step_summary
+from pagefleet.bench.phases import WEIGHT_BYTES, ModelCost, timed_phases
+from pagefleet.bench.report import (
+    batching_table,
+    ceilings_table,
+    comparison_table,
+    phases_table,
+    roofline_table,
+    step_summary,
+)
 from pagefleet.bench.roofline import Ceilings, Profile, profiled
 from pagefleet.bench.static_batching import BatchingResult, run_continuous, run_static, slot_bytes
 from pagefleet.bench.synthetic import Workload
 from pagefleet.bench.workloads import TITLES, describe, load_workload
+from pagefleet.plugins import Plugins
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pagefleet.backend import Traits
     from pagefleet.llm import LLM
 
 STREAMS = (1, 32)  # requests that decode together while ops are timed
@@ -61,7 +74,7 @@ class Suite:
         if "compare" in sections:
             self._compare()
         if "roofline" in sections or "static" in sections:
-            weights = next((each for each in self.options.weights if each != "q8_0"), PLAN["w2"][0])
+            weights = next((each for each in self.options.weights if each != "q8_0"), None) or self._dtype()
             with self._load(weights) as llm:
                 if "roofline" in sections:
                     self._roofline(llm, weights)
@@ -85,18 +98,24 @@ class Suite:
         settings = ours(self.options.device, self.options.settings).settings
         return LLM(self.options.model, dtype=weights, **settings)
 
+    def _dtype(self) -> str:
+        """What is taken unless something is asked for: the usual one, if the device has it, or its own first."""
+        dtypes = Plugins().select(self.options.device)[0].traits.dtypes
+        return PLAN["w2"][0] if PLAN["w2"][0] in dtypes else dtypes[0]
+
     def _roofline(self, llm: LLM, weights: str) -> None:
         self.progress("measuring the machine's ceilings")
         backend = llm._engine.engine.backend
         ceilings, found = measure_ceilings(str(getattr(backend, "device", "")))
         self.console.print(ceilings_table(found))
         self.found["ceilings"], self.found["roofline"] = found, {}
+        self._phases(llm, weights, ceilings)
         for num_streams in STREAMS:
             self.progress(f"timing the ops of {num_streams} streams")
             try:
                 whole, split = (profile_streams(llm, num_streams, ceilings, split=split) for split in (False, True))
             except ValueError as error:
-                self.console.print(f"no roofline: {error}")
+                self.console.print(f"no table of ops: {error}")
                 return
             input_len, output_len = PROFILED_TOKENS
             title = f"Ops one by one, {weights}: {num_streams} x ({input_len} tokens in, {output_len} out)"
@@ -109,6 +128,25 @@ class Suite:
                 "split_seconds": split.seconds,
                 "split_ops": {name: asdict(cost) for name, cost in split.ops.items()},
             }
+
+    def _phases(self, llm: LLM, weights: str, ceilings: Ceilings) -> None:
+        """Of any backend: what its steps had to move and compute by the model, beside what they took."""
+        engine = llm._engine
+        traits = engine.engine.backend.traits
+        computed = weights if weights in traits.dtypes else traits.dtypes[0]
+        kept = computed if llm.config.kv_cache_dtype == "auto" else llm.config.kv_cache_dtype
+        weight_bytes = WEIGHT_BYTES.get(weights) or stored_bytes(self.options.model, traits)
+        cost = ModelCost(engine.spec, weight_bytes, WEIGHT_BYTES[kept])
+        self.found["phases"] = {}
+        for num_streams in STREAMS:
+            self.progress(f"timing the steps of {num_streams} streams")
+            run = streams(llm, num_streams)
+            with timed_phases(engine.engine.backend, cost, ceilings, computed) as phases:
+                run()
+            input_len, output_len = PROFILED_TOKENS
+            title = f"Steps, {weights}: {num_streams} x ({input_len} tokens in, {output_len} out)"
+            self.console.print(phases_table(title, phases))
+            self.found["phases"][num_streams] = {name: asdict(phase) for name, phase in phases.items()}
 
     def _static(self, llm: LLM, weights: str) -> None:
         requests, size = load_workload("w2", llm.get_tokenizer().vocab_size), self.options.static_batch
@@ -148,8 +186,27 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def stored_bytes(model: str, traits: Traits) -> float:
+    """Bytes of a parameter of a matrix as it is kept: in the file's own bits, or in the device's first dtype."""
+    from pagefleet.weights import open_checkpoint
+
+    with open_checkpoint(model) as checkpoint:
+        matrices = [checkpoint.read(name) for name, each in checkpoint.spec.tensors.items() if len(each.shape) > 1]
+        plain = WEIGHT_BYTES[traits.dtypes[0]]
+        sizes = [(len(m.data) if m.dtype in traits.weight_formats else plain * np.prod(m.shape)) for m in matrices]
+        return float(sum(sizes)) / sum(int(np.prod(m.shape)) for m in matrices)
+
+
 def profile_streams(llm: LLM, num_streams: int, ceilings: Ceilings | None, *, split: bool) -> Profile:
-    """Time the ops while requests of equal length run together, once everything has been used."""
+    """Time the ops while requests of equal length run together."""
+    run = streams(llm, num_streams)
+    with profiled(llm._engine.engine.backend, ceilings, split=split) as profile:
+        run()
+    return profile
+
+
+def streams(llm: LLM, num_streams: int) -> Callable[[], Any]:
+    """A function that runs requests of equal length together; everything has been used once, nothing is cached."""
     from pagefleet.sampling_params import SamplingParams
 
     input_len, output_len = PROFILED_TOKENS
@@ -158,6 +215,4 @@ def profile_streams(llm: LLM, num_streams: int, ceilings: Ceilings | None, *, sp
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
     llm.reset_prefix_cache()
-    with profiled(llm._engine.engine.backend, ceilings, split=split) as profile:
-        llm.generate(prompts, params, use_tqdm=False)
-    return profile
+    return partial(llm.generate, prompts, params, use_tqdm=False)

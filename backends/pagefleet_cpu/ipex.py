@@ -59,8 +59,6 @@ class IpexAttention(PlainOps):
         self._paged_attention = paged_attention
 
     def plan(self, batch: ForwardBatch, model: ModelSpec, layout: KVLayout, device: torch.device) -> Plan:
-        if 1 in model.windows:
-            raise BackendError(f"{IPEX} takes a window of 1 position for none; {NOT_IPEX}")
         _check_batch(batch, layout)
         key_starts = np.concatenate([[0], np.cumsum(batch.seq_lens)])
         arrays = (batch.block_tables, batch.query_starts, key_starts, batch.seq_lens)
@@ -77,6 +75,10 @@ class IpexAttention(PlainOps):
         own = cast("IpexPlan", plan)
         _check_tensors(q, cache, own)
         out = torch.zeros(q.shape, dtype=q.dtype)
+        if window == 1:  # which the extension takes for none: a token sees its own value
+            values = cache[1].reshape(-1, q.shape[2])[own.cache_rows].view(-1, cache.shape[2], q.shape[2])
+            out[own.written] = values.repeat_interleave(q.shape[1] // cache.shape[2], 1)
+            return out.flatten(1)
         queries, result = q[: own.num_tokens].contiguous(), out[: own.num_tokens]
         if own.max_queries == 1:
             head_mapping = torch.arange(q.shape[1], dtype=torch.int32) // (q.shape[1] // cache.shape[2])

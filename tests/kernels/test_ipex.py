@@ -6,7 +6,9 @@ functions. In an environment that has the real one these tests run against it as
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,10 +213,17 @@ def test_a_block_that_is_not_there_is_refused() -> None:
         ops.plan(pages.batch, spec(8, 2, 64, None), pages.layout, torch.device("cpu"))
 
 
-def test_a_window_that_the_extension_misreads_is_refused() -> None:
-    ops, pages = IpexAttention(None), Pages(BATCHES["prefill"], 8, 2, 64, 16, F32)
-    with pytest.raises(BackendError, match="window of 1 position"):
-        ops.plan(pages.batch, spec(8, 2, 64, 1), pages.layout, torch.device("cpu"))
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+def test_a_window_of_one_which_the_extension_takes_for_none(rows: Rows) -> None:
+    ops, pages = IpexAttention(None), Pages(rows, 8, 2, 64, 16, F32)
+    batch, slots = pages.batch, pages.batch.slots.copy()
+    for row, (start, end) in enumerate(itertools.pairwise(batch.query_starts)):
+        positions = np.arange(batch.seq_lens[row] - (end - start), batch.seq_lens[row])
+        slots[start:end] = batch.block_tables[row, positions // 16] * 16 + positions % 16
+    plan = ops.plan(replace(batch, slots=slots), spec(8, 2, 64, 1), pages.layout, torch.device("cpu"))
+    got, want = ops.attention(pages.q, pages.cache, plan, 1, 0.2), pages.want(0.2, 1)
+    assert torch.equal(got[: len(want)], want.to(got.dtype))
+    assert not got[len(want) :].any()  # padding
 
 
 def test_another_torch_is_refused_before_the_extension_is_imported() -> None:

@@ -14,7 +14,7 @@ from pagefleet.bench.variants import gguf_variant, hugging_face_variant
 
 OURS = "pagefleet"
 KV_BYTES = 2 << 30  # of every engine that lets it be said
-WEIGHTS = ("bfloat16", "float32", "float16", "int8", "q8_0", "auto")
+WEIGHTS = ("bfloat16", "float32", "float16", "int8", "int4", "q8_0", "auto")
 """What the weights are: a dtype; int8, quantised on load; q8_0, a GGUF file of that type; auto, the file as it is."""
 
 

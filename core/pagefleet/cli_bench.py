@@ -50,8 +50,9 @@ def bench(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="auto, float32, bfloat16, float16, int8 or int4; default: auto. With fixed workloads also q8_0 (a GGUF "
-            "file of that type is made), and several with commas; default: bfloat16,float32,q8_0,auto where they make sense."
+            help="auto, float32, bfloat16, float16, int8 or int4; default: auto. With fixed workloads also q8_0 (a "
+            "GGUF file of that type is made), and several with commas; default: bfloat16,float32,q8_0,auto where they "
+            "make sense."
         ),
     ] = None,
     settings: Settings = None,

@@ -131,6 +131,8 @@ class Driver:
     def forward(self, batch: ForwardBatch) -> NDArray[np.float32]:
         """Run a batch; logits on the host, their form checked."""
         logits = self.backend.to_host(self.backend.forward(batch))
+        kind = type(logits).__name__
+        assert isinstance(logits, np.ndarray), f"to_host() returned {kind}, not a numpy array [rows, vocab_size]"
         assert logits.dtype == np.float32, f"to_host() returned {logits.dtype}, not float32"
         assert logits.shape == (len(batch.logit_rows), self.model.vocab_size), f"logits are {logits.shape}"
         return np.array(logits)  # a backend may reuse its memory in the next step

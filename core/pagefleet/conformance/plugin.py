@@ -95,6 +95,8 @@ class _Session:
             terminalreporter.section("pagefleet conformance")
             for line in self.report.table():
                 terminalreporter.write_line(line)
+            if self.report.failed:
+                terminalreporter.write_line("What a failure means: docs/backends.md, section 5.")
 
     def _report(self) -> Report:
         if self.report is None:

@@ -44,7 +44,7 @@ def load_engine(config: EngineConfig) -> TextEngine:
         tokenizer = load_tokenizer(  # before the weights: what is wrong with it shows at once
             config.tokenizer or checkpoint.path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-        name = info.name if index == 0 else f"{info.name}:{index}"
+        name = _device_name(info, index)
         backend = _load_backend(info, index)
         if config.record is not None:
             backend = Recorder(backend, config, name)
@@ -72,12 +72,17 @@ def ready_backend(config: EngineConfig) -> Iterator[ReadyBackend]:
     """What `config` asks for as far as it concerns the device; it is given back at the end. Raises as `load_engine`."""
     plugins = Plugins(config.plugins)
     info, index = plugins.select(config.device)
-    name = info.name if index == 0 else f"{info.name}:{index}"
+    name = _device_name(info, index)
     with (
         open_checkpoint(config.model, revision=config.revision, families=plugins.models()) as checkpoint,
         closing(_load_backend(info, index)) as backend,
     ):
         yield ReadyBackend(backend, name, *_load_model(config, checkpoint, backend, name))
+
+
+def _device_name(info: BackendInfo, index: int) -> str:
+    """As a user writes it: the first device has no index."""
+    return info.name if index == 0 else f"{info.name}:{index}"
 
 
 def _load_backend(info: BackendInfo, index: int) -> Backend:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pagefleet.bench.roofline import attended
+
 if TYPE_CHECKING:
     from pagefleet.backend import Backend, ForwardBatch
     from pagefleet.bench.roofline import Ceilings
@@ -43,13 +45,10 @@ class ModelCost:
         num_tokens, num_logits = int(batch.query_starts[-1]), min(len(batch.logit_rows), batch.num_rows)
         moved = self.weight_bytes * (matrices + (head if num_logits else 0))
         flop = 2.0 * matrices * num_tokens + 2.0 * head * num_logits
-        counts = np.diff(batch.query_starts).astype(np.int64)
-        positions = np.arange(num_tokens) - np.repeat(batch.query_starts[:-1] - batch.seq_lens + counts, counts)
         for window in self.spec.windows:
-            seen = positions + 1 if window is None else np.minimum(positions + 1, window)
-            read = batch.seq_lens if window is None else np.minimum(batch.seq_lens, counts + window)
-            moved += 2.0 * self.spec.num_kv_heads * self.spec.head_dim * self.kv_bytes * float(read.sum())
-            flop += 4.0 * self.spec.num_heads * self.spec.head_dim * float(seen.sum())
+            num_keys, num_pairs = attended(batch, window)
+            moved += 2.0 * self.spec.num_kv_heads * self.spec.head_dim * self.kv_bytes * num_keys
+            flop += 4.0 * self.spec.num_heads * self.spec.head_dim * num_pairs
         return moved, flop
 
 

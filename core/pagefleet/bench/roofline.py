@@ -194,16 +194,21 @@ def _count_attention(batch: ForwardBatch, args: tuple[Any, ...], result: Any) ->
     return kv + num_bytes((q, result)), flop
 
 
-def _scores(batch: ForwardBatch, num_heads: int, cache: Any, window: int | None) -> Cost:
-    """Keys and values read, each row's once, and what is done with them."""
+def attended(batch: ForwardBatch, window: int | None) -> tuple[int, int]:
+    """Keys that are read, each row's once, and pairs of a query and a key that it sees."""
     lengths = np.diff(batch.query_starts).astype(np.int64)  # [R] queries
     first = batch.seq_lens - lengths  # position of each row's first query
     positions = np.arange(lengths.sum()) - np.repeat(batch.query_starts[:-1] - first, lengths)
     seen = positions + 1 if window is None else np.minimum(positions + 1, window)
     read = batch.seq_lens if window is None else np.minimum(batch.seq_lens, lengths + window)
+    return int(read.sum()), int(seen.sum())
+
+
+def _scores(batch: ForwardBatch, num_heads: int, cache: Any, window: int | None) -> Cost:
+    """Keys and values read, and what is done with them."""
+    num_keys, num_pairs = attended(batch, window)
     num_kv_heads, head_dim = int(cache.shape[2]), int(cache.shape[4])
-    kv = 2 * int(read.sum()) * num_kv_heads * head_dim * int(cache.element_size())
-    return kv, 4 * num_heads * head_dim * int(seen.sum())
+    return 2 * num_keys * num_kv_heads * head_dim * int(cache.element_size()), 4 * num_heads * head_dim * num_pairs
 
 
 def _count_layers(batch: ForwardBatch, args: tuple[Any, ...], result: Any) -> Cost:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pagefleet.backend import ForwardBatch
+from pagefleet.conformance.reference import log_softmax
 from pagefleet.loading import ready_backend
 from pagefleet.sampling_params import InvalidRequest
 
@@ -137,6 +138,4 @@ class _Runner:
             block_tables=np.arange(-(-end // self.ready.layout.block_size), dtype=np.int32)[None],
             logit_rows=np.pad(np.arange(len(token_ids), dtype=np.int32), (0, padding)),
         )
-        logits = backend.to_host(backend.forward(batch))[: len(token_ids)].astype(np.float64)
-        logits -= logits.max(axis=1, keepdims=True)
-        return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
+        return log_softmax(backend.to_host(backend.forward(batch))[: len(token_ids)])

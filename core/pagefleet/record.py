@@ -44,7 +44,7 @@ class Recorder(Backend):
 
     def __init__(self, backend: Backend, config: EngineConfig, device: str) -> None:
         assert config.record is not None
-        self.inner, self.traits, self.sampler = backend, backend.traits, backend.sampler
+        self.inner, self.traits = backend, backend.traits
         self.folder = Path(config.record)
         kept = ("model", "revision", "dtype", "kv_cache_dtype", "block_size")
         self.facts: dict[str, Any] = {

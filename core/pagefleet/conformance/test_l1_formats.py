@@ -16,6 +16,7 @@ from pagefleet.conformance.cases import Case, RandomWeights, case_named, model_s
 from pagefleet.conformance.conftest import check_features
 from pagefleet.conformance.driver import Driver
 from pagefleet.conformance.reference import DenseDecoder, tolerance
+from pagefleet.conformance.target import find_target
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -84,8 +85,6 @@ def _dequantise_int8(tensor: HostTensor) -> NDArray[np.float32]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Formats and dtypes are those the backend names, and some that any backend must be able to dequantise."""
-    from pagefleet.conformance.target import find_target
-
     traits = find_target(metafunc.config)[0].traits
     if "weight_format" in metafunc.fixturenames:
         metafunc.parametrize("weight_format", dict.fromkeys([*traits.weight_formats, *PLAIN_FORMATS]))
